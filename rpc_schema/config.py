@@ -29,17 +29,29 @@ _MOST_DIGITS = 9
 
 
 class ParallelConfig(Value, frozen=True, kw_only=True):
-    """The shape of the group. The global rank is pp_rank * tensor_parallel_size + tp_rank."""
+    """The shape of the group. The global rank is dp_rank * world_size + pp_rank *
+    tensor_parallel_size + tp_rank, where dp_rank is the number of its replica."""
 
     pipeline_parallel_size: Positive = 1
     tensor_parallel_size: Positive = 1
     layer_partition: tuple[Positive, ...] | None = None
     """Layers of each stage; None splits them evenly; middle stages get the remainder."""
+    data_parallel_size: Positive = 1
+    """Replicas of the model, each with its own pipeline x tensor ranks, link and steps."""
 
     @property
     def world_size(self) -> int:
-        """Number of daemons in the group."""
+        """Number of daemons of one replica."""
         return self.pipeline_parallel_size * self.tensor_parallel_size
+
+    @property
+    def world_size_across_dp(self) -> int:
+        """Number of daemons of all replicas."""
+        return self.data_parallel_size * self.world_size
+
+    def ranks_of(self, dp_rank: int) -> range:
+        """Return the global ranks of one replica."""
+        return range(dp_rank * self.world_size, (dp_rank + 1) * self.world_size)
 
 
 def read_layer_partition(text: str) -> tuple[int, ...]:
@@ -187,8 +199,11 @@ class Rendezvous(Value, frozen=True, kw_only=True):
     """A rank's access to a new link."""
 
     link: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    """Modulo data_parallel_size it is the rank's replica, so that no step of another replica names
+    it."""
     place: RendezvousAddress | None
-    """Served by one of the group's daemons; None for a group of one, which needs no rendezvous."""
+    """Served by one of the replica's daemons; None for a replica of one, which needs no
+    rendezvous."""
     rank: Count
     local_world_size: Positive
-    """Daemons of the group on this host: they share its CPU cores."""
+    """Daemons of all replicas on this host: they share its CPU cores."""

@@ -366,7 +366,8 @@ class DetermineAvailableMemoryReply(StepReply, frozen=True, tag=15, kw_only=True
 
 
 class InitializeFromConfig(StepRequest[Done], frozen=True, tag=16, kw_only=True):
-    """Allocate the KV cache. There is one entry per rank, in rank order."""
+    """Allocate the KV cache. There is one entry per rank of the replica, in
+    rank order."""
 
     kv_cache_configs: Annotated[tuple[KVCacheConfig, ...], Meta(min_length=1, max_length=4096)]
 

@@ -1,5 +1,5 @@
-"""A pipeline x tensor group of daemons as one worker: its typed operations, their order and their
-timeouts."""
+"""A pipeline x tensor group of daemons as one worker, alone or a replica of several: its typed
+operations, their order and their timeouts."""
 
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -14,11 +14,17 @@ from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.health import CheckHealthReply
 from rpc_schema.kv_cache import groups_of
 from rpc_schema.step import ExecuteDummyBatch, SampleTokens
-from worker_client.errors import ClientConfigError, ClientError, TooManyStepsInFlight, WorkerDied
+from worker_client.errors import (
+    ClientConfigError,
+    ClientError,
+    TooManyStepsInFlight,
+    WorkerDied,
+    config_error,
+)
 from worker_client.group.adoption import AdoptedRequest, RankRow, merge, read_page
 from worker_client.group.attaching import LEASE_WAIT_S, Attachment
 from worker_client.group.failure_state import Answer, Change, FailureState, GroupRequest
-from worker_client.group.group_channel import GroupChannel
+from worker_client.group.group_channel import SOLE_REPLICA, GroupChannel, ReplicaPlace
 from worker_client.group.group_channel import RankProgress as RankProgress
 from worker_client.group.load_chain import LoadChain
 from worker_client.group.loading import LoadedGroup, Loader, check_config, group_limits
@@ -57,25 +63,32 @@ class WorkerGroup:
         keys: Keys = NO_KEYS,
         *,
         lease: LeaseTerms | None = None,
+        dp_rank: int | None = None,
+        driver_id: bytes | None = None,
     ) -> None:
         """Connect; nothing is sent yet. Endpoint i becomes rank i. keys: ours and the daemons', for
-        endpoints that have any. lease: its terms; None: the defaults.
+        endpoints that have any. lease: its terms; None: the defaults. dp_rank: number of the
+        replica that this group is, if there are several (data_parallel_size); its first endpoint
+        becomes rank dp_rank * world_size. driver_id: of all replicas of a driver; None: a new one.
 
         Raises:
-            ClientConfigError: the number of endpoints is not the group's size, or one of them is
-                unusable.
+            ClientConfigError: the number of endpoints is not the group's size, one of them is
+                unusable, or there is no such replica.
         """
         parsed = parse_endpoints(endpoints, parallel, keys)
+        place = _replica_place(parallel, dp_rank)
         self.parallel = parallel
-        self.driver_id = new_driver_id()
+        self.driver_id = new_driver_id() if driver_id is None else driver_id
         self.max_in_flight = parallel.pipeline_parallel_size + 1
-        self.first_stage_ranks = range(parallel.tensor_parallel_size)
+        self.ranks = parallel.ranks_of(place.dp_rank)
+        """Global ranks of its daemons."""
+        self.first_stage_ranks = self.ranks[: parallel.tensor_parallel_size]
         """Ranks that embed prompts."""
-        self.output_rank = (parallel.pipeline_parallel_size - 1) * parallel.tensor_parallel_size
+        self.output_rank = self.ranks[-parallel.tensor_parallel_size]
         self._state = FailureState(parallel.world_size)
         self._steps = StepsInFlight(self._state, self.output_rank)
         terms = LeaseTerms() if lease is None else lease
-        self._channel = GroupChannel(parsed, self.driver_id, self._steps, self._state, terms)
+        self._channel = GroupChannel(parsed, self.driver_id, self._steps, self._state, terms, place)
         self._attaching = Attachment(self._channel, self._steps, self._state, terms)
         self.load_chain = LoadChain(self._channel)
         """The operations that prepare() consists of, for callers that want another order."""
@@ -280,12 +293,13 @@ class WorkerGroup:
             fit_max_model_len,
             reload,
             self.load_chain,
-            self.output_rank,
+            self.ranks.index(self.output_rank),
             self._state.needs_relink,
             self.relink,
             self.reset,
             self.weights.reload,
             self.get_status,
+            self.ranks[0],
             weights_version,
             state_checkpoints,
         )
@@ -315,7 +329,7 @@ class WorkerGroup:
         kv_cache = self.clients[0].get_status().kv_cache
         assert kv_cache is not None, "legal in READY only"
         groups, every = groups_of(kv_cache), kv_cache.checkpoint_blocks
-        return merge(rows, self.output_rank, groups, every)
+        return merge(rows, self.ranks.index(self.output_rank), groups, every)
 
     def relink(self) -> None:
         """Build new communicators on all ranks; weights and KV cache stay, requests do not.
@@ -475,16 +489,31 @@ class WorkerGroup:
 
 def _read_rows(channel: GroupChannel) -> list[list[RankRow]]:
     """Return the rows of each rank's requests, read page by page."""
-    rows: list[list[RankRow]] = [[] for _ in channel.daemons.clients]
-    next_slots = [0] * len(channel.daemons.clients)
+    rows: dict[int, list[RankRow]] = {rank: [] for rank in channel.daemons.ranks}
+    next_slots = dict.fromkeys(channel.daemons.ranks, 0)
 
     while True:
         replies = channel.ask_each(lambda rank: partial(AdoptRequests, first_slot=next_slots[rank]))
-        for rank, reply in enumerate(replies):
+        for rank, reply in zip(rows, replies, strict=True):
             rows[rank] += read_page(reply)
             next_slots[rank] = reply.next_slot or NO_MORE_SLOTS
         if not any(reply.next_slot for reply in replies):
-            return rows
+            return list(rows.values())
+
+
+def _replica_place(parallel: ParallelConfig, dp_rank: int | None) -> ReplicaPlace:
+    """Return a replica's place. Raises ClientConfigError as WorkerGroup does."""
+    size = parallel.data_parallel_size
+    if dp_rank is None:
+        if size == 1:
+            return SOLE_REPLICA
+        problem = "a WorkerGroup is one replica"
+        fix = "use DataParallelGroup for all of them, or give dp_rank"
+        raise config_error("parallel.data_parallel_size", size, problem, fix)
+    if not 0 <= dp_rank < size:
+        fix = f"use 0 to {size - 1}, or another data_parallel_size"
+        raise config_error("dp_rank", dp_rank, "there is no such replica", fix)
+    return ReplicaPlace(dp_rank, size)
 
 
 def parse_endpoints(

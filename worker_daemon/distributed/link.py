@@ -1,5 +1,5 @@
-"""A link: one generation of communicators between the daemons of a group. Only this module creates
-process groups.
+"""A link: one generation of communicators between the daemons of one replica of a group. Only this
+module creates process groups.
 
 Transfers over the groups are in tp.py, pp.py and tokens.py.
 """
@@ -140,7 +140,7 @@ class Link:
         dist.init_process_group(
             self.backend,
             store=store,
-            rank=state.rank,
+            rank=state.rank_in_replica,
             world_size=state.world_size,
             timeout=self._longest_wait(rendezvous_limit_s(timeout_s)),
             group_name=f"link{self.generation}",
@@ -218,7 +218,7 @@ def rendezvous_limit_s(timeout_s: float) -> float:
 
 def _await_all(store: RendezvousStore, state: ParallelState) -> None:
     """Wait until every rank has connected."""
-    store.set(f"here/{state.rank}", b"1")
+    store.set(f"here/{state.rank_in_replica}", b"1")
     store.wait([f"here/{rank}" for rank in range(state.world_size)])
 
 
@@ -238,7 +238,8 @@ def _forget_groups(backend: str) -> bool:
 
 
 def _make_groups(state: ParallelState, timeout: timedelta, device: torch.device) -> LinkGroups:
-    """Create every group, on every rank in the same order; return those that include this rank.
+    """Create every group of the replica, on every rank in the same order; return those that include
+    this rank.
 
     On CUDA the pairs' communicators are created eagerly: memory cannot be registered with a
     communicator that NCCL creates at a pair's first message (pp.py).
@@ -249,7 +250,7 @@ def _make_groups(state: ParallelState, timeout: timedelta, device: torch.device)
         if len(ranks) == 1:
             return None
         group = dist.new_group(ranks, timeout=timeout, device_id=device_id)
-        return group if state.rank in ranks else None
+        return group if state.rank_in_replica in ranks else None
 
     def keep(candidates: list[dist.ProcessGroup | None]) -> dist.ProcessGroup | None:
         return next((group for group in candidates if group is not None), None)

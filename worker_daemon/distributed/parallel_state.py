@@ -7,25 +7,47 @@ from worker_daemon.errors import config_error
 
 @dataclass(frozen=True, slots=True)
 class ParallelState:
-    """This daemon's coordinates. The global rank is pp_rank * tp_size + tp_rank."""
+    """This daemon's coordinates. The global rank is dp_rank * world_size + pp_rank * tp_size +
+    tp_rank. Communicators connect the ranks of one replica, by their ranks within it."""
 
     pp_size: int
     tp_size: int
     rank: int
+    dp_size: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size:
-            problem = f"a group of {self.pp_size} x {self.tp_size} has no such rank"
-            fix = f"a rank from 0 to {self.world_size - 1}"
+        num_ranks = self.dp_size * self.world_size
+        if not 0 <= self.rank < num_ranks:
+            sizes = [self.dp_size] * (self.dp_size > 1) + [self.pp_size, self.tp_size]
+            problem = f"a group of {' x '.join(map(str, sizes))} has no such rank"
+            fix = f"a rank from 0 to {num_ranks - 1}"
             raise config_error("rendezvous.rank", self.rank, problem, fix)
+
+    def check_link(self, link: int) -> None:
+        """Raise ConfigError for a link of another replica. Steps name their link: a rank that has
+        joined only its own replica's links runs no other one's steps."""
+        if link % self.dp_size != self.dp_rank:
+            problem = f"this is not a link of replica {self.dp_rank} of {self.dp_size}"
+            fix = f"a number that is {self.dp_rank} modulo {self.dp_size}"
+            raise config_error("rendezvous.link", link, problem, fix)
 
     @property
     def world_size(self) -> int:
+        """Number of ranks of one replica."""
         return self.pp_size * self.tp_size
 
     @property
+    def dp_rank(self) -> int:
+        """Number of this rank's replica."""
+        return self.rank // self.world_size
+
+    @property
+    def rank_in_replica(self) -> int:
+        return self.rank % self.world_size
+
+    @property
     def pp_rank(self) -> int:
-        return self.rank // self.tp_size
+        return self.rank_in_replica // self.tp_size
 
     @property
     def tp_rank(self) -> int:
@@ -41,17 +63,19 @@ class ParallelState:
 
     @property
     def is_output_rank(self) -> bool:
-        """True for the only rank that answers steps: tensor-parallel rank 0 of the last stage."""
+        """True for the only rank of its replica that answers steps: tensor-parallel rank 0 of the
+        last stage."""
         return self.is_last_stage and self.tp_rank == 0
 
     def rank_of(self, pp_rank: int, tp_rank: int) -> int:
-        """Return the global rank at these coordinates."""
+        """Return the rank within the replica at these coordinates."""
         return pp_rank * self.tp_size + tp_rank
 
     def stage_ranks(self, pp_rank: int) -> list[int]:
-        """Return the global ranks of one stage: a tensor-parallel group."""
+        """Return the ranks within the replica of one stage: a tensor-parallel group."""
         return [self.rank_of(pp_rank, tp_rank) for tp_rank in range(self.tp_size)]
 
     def pipeline_ranks(self, tp_rank: int) -> list[int]:
-        """Return the global ranks with this tensor-parallel rank, first stage to last."""
+        """Return the ranks within the replica with this tensor-parallel rank, first stage to
+        last."""
         return [self.rank_of(pp_rank, tp_rank) for pp_rank in range(self.pp_size)]

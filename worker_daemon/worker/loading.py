@@ -226,7 +226,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         layout = new_layout(message.lora.max_loras, message.lora.max_lora_rank)
         stage = _build_stage(resolved, place, memory, layout, has_fp8_cache=has_fp8_cache)
         adapters = _make_adapters(layout, message.lora, resolved, place, memory, roots)
-        _fill(stage, message.model, resolved, place.parallel.rank, set_phase)
+        _fill(stage, message.model, resolved, place.parallel.rank_in_replica, set_phase)
         files.check_unchanged(identity)
     except CapacityError as error:
         memory.close()
@@ -343,7 +343,9 @@ def reload(
     is_other |= model.weights.identity.stamps not in (b"", identity.stamps)  # files were replaced
     overwriting = _Overwriting(model.weights)
     try:
-        report = _fill(model.stage, config, resolved, place.parallel.rank, set_phase, overwriting)
+        report = _fill(
+            model.stage, config, resolved, place.parallel.rank_in_replica, set_phase, overwriting
+        )
         files.check_unchanged(identity)
         model.finish_update(identity, version)
     except BaseException as error:
@@ -446,7 +448,7 @@ def _nested_differences(
 def rank_weights(model: LoadedModel, place: RankPlace) -> RankWeights:
     """Return this rank's part of a saved set."""
     return RankWeights(
-        rank=place.parallel.rank,
+        rank=place.parallel.rank_in_replica,
         shape=_group_shape(model.resolved, place),
         decoder=model.resolved.decoder,
         config_files=model.resolved.config_files,

@@ -84,7 +84,7 @@ class RankDevice:
         both.
 
         Raises:
-            ConfigError: no such device, or no such rank.
+            ConfigError: no such device or rank, or a link of another replica.
             CommError: the other ranks did not connect.
             CapacityError: less memory is free than gpu_memory_utilization asks for.
         """
@@ -93,7 +93,9 @@ class RankDevice:
             message.parallel.pipeline_parallel_size,
             message.parallel.tensor_parallel_size,
             rendezvous.rank,
+            message.parallel.data_parallel_size,
         )
+        parallel.check_link(rendezvous.link)
         threads = choose_threads(self._num_threads, rendezvous.local_world_size, self._max_threads)
         if self.name == "cpu":
             logger.info("torch computes with %d threads (%s)", *threads)

@@ -176,9 +176,9 @@ class Worker:
         opened = self._device.opened
         world_size = opened.place.parallel.world_size
         if len(configs) != world_size:
-            problem = "one entry per rank is needed"
+            problem = "one entry per rank of the replica is needed"
             raise config_error("kv_cache_configs", len(configs), problem, f"{world_size} entries")
-        plan = configs[self.rank]
+        plan = configs[opened.place.parallel.rank_in_replica]
         has_pages = any(group.layer_names for group in plan.groups)
         if has_pages and plan.block_size != model.config.cache.block_size:
             problem = "the model was loaded for another block size"
@@ -604,9 +604,11 @@ class Worker:
         """Leave the link, and open a new one. Weights, KV cache and rows stay.
 
         Raises:
+            ConfigError: it is a link of another replica; nothing has changed.
             CommError: the other ranks did not connect. This rank then has no link; another relink
                 may follow.
         """
+        self._device.opened.place.parallel.check_link(message.rendezvous.link)
         serving = self._serving_or_none
         if serving is not None:
             serving.runner.before_relink(message.epoch)

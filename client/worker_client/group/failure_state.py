@@ -5,7 +5,7 @@ import enum
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -461,7 +461,9 @@ class FailureState:
         """Return the answer to a request now."""
         return self._answers[request]
 
-    def check(self, request: GroupRequest, endpoints: Sequence[str] = ()) -> None:
+    def check(
+        self, request: GroupRequest, endpoints: Mapping[int, str] = MappingProxyType({})
+    ) -> None:
         """Raise the error of a request that is refused now, with the last events. endpoints: by
         rank, for the message of DrainingError."""
         if self._answers[request] is Answer.GO:
@@ -473,7 +475,7 @@ class FailureState:
         error.add_note("\n  ".join([_EVENTS_TITLE, *map(str, self._events)]))
         raise error
 
-    def _refusal(self, request: GroupRequest, endpoints: Sequence[str]) -> WorkerDaemonError:
+    def _refusal(self, request: GroupRequest, endpoints: Mapping[int, str]) -> WorkerDaemonError:
         found = self._answers[request]
         if self.cause is not None and found in (Answer.CAUSE, Answer.AWAIT_END):
             return self.cause
@@ -590,7 +592,7 @@ def _change(before: GroupState, now: GroupState) -> str:
     return ", ".join(f"{name} {old.name} -> {new.name}" for name, old, new in pairs if old != new)
 
 
-def _draining_error(ranks: frozenset[int], endpoints: Sequence[str]) -> WorkerError:
+def _draining_error(ranks: frozenset[int], endpoints: Mapping[int, str]) -> WorkerError:
     rank = min(ranks)
     problem = (
         f"ranks {sorted(ranks)} drain: no step was sent, what is loaded stays; fix: continue "

@@ -6,9 +6,9 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar, cast
+from typing import Final, NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -98,6 +98,16 @@ class RankProgress(NamedTuple):
     phase_ms: int
 
 
+class ReplicaPlace(NamedTuple):
+    """A replica's number, and the number of replicas, of a data-parallel group."""
+
+    dp_rank: int
+    dp_size: int
+
+
+SOLE_REPLICA: Final = ReplicaPlace(0, 1)
+
+
 def link_timeout_s(step_deadline_s: float) -> float:
     """Return the limit on leaving one link and joining the next.
 
@@ -110,9 +120,10 @@ def link_timeout_s(step_deadline_s: float) -> float:
 class Links:
     """Links of a group's ranks. Owned by its channel."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.numbers = [0] * num_ranks
+    def __init__(self, ranks: Iterable[int], place: ReplicaPlace) -> None:
+        self.numbers = dict.fromkeys(ranks, 0)
         """Link of each rank; 0 for none."""
+        self._place = place
         self.step_deadline_s = DEFAULT_STEP_DEADLINE_S
         """Longest step deadline that a rank's present link may have been built with."""
 
@@ -120,6 +131,12 @@ class Links:
     def timeout_s(self) -> float:
         """Limit on leaving these links and joining the next."""
         return link_timeout_s(self.step_deadline_s)
+
+    @property
+    def next_number(self) -> int:
+        """Number of the next link of this replica, which no link of another replica has."""
+        begun = max(self.numbers.values()) + 1
+        return begun + (self._place.dp_rank - begun) % self._place.dp_size
 
     def allow(self, step_deadline_s: float) -> None:
         """Record that a link may be built with this deadline from now on."""
@@ -139,19 +156,25 @@ class GroupChannel:
         steps: StepsInFlight,
         state: FailureState,
         terms: LeaseTerms,
+        place: ReplicaPlace = SOLE_REPLICA,
     ) -> None:
         """Connect; nothing is sent yet. steps receives the replies that no operation waits for, and
-        deaths. state: the group's. terms: of the lease."""
-        self.daemons = GroupDaemons(endpoints, driver_id, self.look, self._listen, self._sent)
+        deaths. state: the group's. terms: of the lease. place: among the replicas of a group."""
+        first_rank = place.dp_rank * len(endpoints)
+        self.daemons = GroupDaemons(
+            endpoints, driver_id, self.look, self._listen, self._sent, first_rank
+        )
         self.lease = LeaseKeeper(self.daemons.context, driver_id, terms, self)
-        self._resending = Resending(self.daemons.clients, steps.output_rank)
+        self._resending = Resending(self.daemons.clients, steps.output_rank, first_rank)
         self.epoch = 0
         """0 before the first attach."""
         self.on_progress: Callable[[RankProgress], None] | None = None
         self._steps = steps
         self._state = state
         self._seq = 0
-        self.links = Links(len(endpoints))
+        self.links = Links(self.daemons.ranks, place)
+        self._first_rank = first_rank
+        self._dp_size = place.dp_size
         self._gather: Gathering | None = None
         self._next_events = 0.0
         self._lease_checked = 0.0
@@ -183,7 +206,7 @@ class GroupChannel:
         """Raise DrainingError if an operator drains this group, and WeightsNotWhole if its weights
         are incomplete."""
         self._read_events_now_and_then()
-        endpoints = [client.endpoint.control for client in self.daemons.clients]
+        endpoints = {client.rank: client.endpoint.control for client in self.daemons.clients}
         self._state.check(GroupRequest.STEP, endpoints)
 
     def check_deaths(self, within_s: float = DEATH_NEWS_S) -> None:
@@ -247,7 +270,7 @@ class GroupChannel:
         if not self.epoch:
             return
         for client in self.daemons.present:
-            if self.daemons.watch.liveness[client.rank] != "dead":
+            if not self.daemons.watch.is_dead(client.rank):
                 with contextlib.suppress(WorkerDaemonError):
                     client.begin(
                         partial(lc.AbortLink, epoch=self.epoch, cause=cause[:1024]), ABORT_SEND_S
@@ -306,22 +329,23 @@ class GroupChannel:
         self._resending.meet(ranks, statuses)
         return statuses
 
-    def open_rendezvous(self) -> list[Rendezvous]:
-        """Have rank 0 open the rendezvous of a new link, if there are several ranks; return each
-        rank's access to it."""
-        link, size = max(self.links.numbers) + 1, len(self.daemons.clients)
+    def open_rendezvous(self) -> dict[int, Rendezvous]:
+        """Have the first rank open the rendezvous of a new link, if there are several ranks; return
+        each rank's access to it."""
+        link, size = self.links.next_number, len(self.daemons.clients)
         place = None
         if size > 1:
             request = partial(lc.OpenRendezvous, epoch=self.epoch, link=link, num_ranks=size)
             place = self.daemons.clients[0].ask(request).place
-        return [
-            Rendezvous(link=link, place=place, rank=rank, local_world_size=size)
-            for rank in range(size)
-        ]
+        of_all = size * self._dp_size
+        return {
+            rank: Rendezvous(link=link, place=place, rank=rank, local_world_size=of_all)
+            for rank in self.daemons.ranks
+        }
 
-    def use_link(self, rendezvous: Sequence[Rendezvous]) -> None:
+    def use_link(self, rendezvous: Mapping[int, Rendezvous]) -> None:
         """Send requests under this link from now on: all ranks have joined it."""
-        self.links.numbers = [entry.link for entry in rendezvous]
+        self.links.numbers = {rank: entry.link for rank, entry in rendezvous.items()}
         self._resending.knows_ranks = True
 
     def refresh_links(self) -> None:
@@ -330,7 +354,7 @@ class GroupChannel:
 
     def next_ids(self) -> StepIds:
         """Return the ids of the next step, for send_step()."""
-        return StepIds(self.epoch, self.links.numbers[0], self._seq + 1)
+        return StepIds(self.epoch, self.links.numbers[self._first_rank], self._seq + 1)
 
     def send_step(
         self, ids: StepIds, frames: Sequence[Frame], *, stands_alone: bool = False
@@ -510,7 +534,7 @@ class GroupChannel:
             unsure = [
                 client.rank
                 for client in self.daemons.present
-                if watch.liveness[client.rank] != "dead"
+                if not watch.is_dead(client.rank)
                 and not self.lease.is_sure(client.rank, watch.cut_at(client.rank))
             ]
             if not unsure:
@@ -558,8 +582,9 @@ class GroupChannel:
         return error
 
     def _to_error(self, reply: ErrorReply) -> WorkerError:
-        rank = min(reply.rank, len(self.daemons.clients) - 1)
-        endpoint = self.daemons.clients[rank].endpoint.control
+        ranks = self.daemons.ranks
+        rank = reply.rank if reply.rank in ranks else ranks[-1]
+        endpoint = self.daemons.client(rank).endpoint.control
         return remote_error(reply, rank=reply.rank, endpoint=endpoint)
 
     def _read_events_now_and_then(self) -> None:
@@ -604,9 +629,9 @@ class GroupChannel:
     def _answer_observer(self, event: DriverStepsWanted) -> None:
         """Send this driver's steps to an observer that asks through a daemon. If that fails, the
         trace lacks them."""
-        if event.rank >= len(self.daemons.clients):
+        if event.rank not in self.daemons.ranks:
             return
-        client = self.daemons.clients[event.rank]
+        client = self.daemons.client(event.rank)
         with contextlib.suppress(WorkerDaemonError):
             clock = measure(lambda: client.read_clock(OBSERVER_TIMEOUT_S))
             steps = self._steps.times.between(event.begin_ns, event.end_ns, clock)

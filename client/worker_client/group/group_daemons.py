@@ -25,10 +25,12 @@ class GroupDaemons:
         look: CheckDeaths,
         listen: Callable[[], None],
         on_sent: OnSent,
+        first_rank: int = 0,
     ) -> None:
         """Connect; nothing is sent yet. look: called while a daemon's step socket or results are
         waited for; see StepChannel and ResultsChannel. listen: called while a control reply is
-        waited for; it passes events to the watch. on_sent: see WorkerClient."""
+        waited for; it passes events to the watch. on_sent: see WorkerClient. first_rank: global
+        rank of the first daemon."""
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._driver_id = driver_id
         self._look = look
@@ -36,14 +38,22 @@ class GroupDaemons:
         self._on_sent = on_sent
         self._keyed = {endpoint.results for endpoint in endpoints if endpoint.lock is not None}
         self.watch = Watch(
-            [e.results for e in endpoints], [e.control for e in endpoints], find=self._find_process
+            [e.results for e in endpoints],
+            [e.control for e in endpoints],
+            find=self._find_process,
+            first_rank=first_rank,
         )
         self.results_route = new_driver_id()
         """Routing id of the results socket. A secret: another connection with it would receive the
         results."""
-        self.results = ResultsChannel(self.context, endpoints, self.results_route, self.watch, look)
+        self.results = ResultsChannel(
+            self.context, endpoints, self.results_route, self.watch, look, first_rank
+        )
         self.events = EventsChannel(self.context, endpoints)
-        self.clients = [self._connect(rank, endpoint) for rank, endpoint in enumerate(endpoints)]
+        self.ranks = range(first_rank, first_rank + len(endpoints))
+        """Their global ranks."""
+        self.clients = list(map(self._connect, self.ranks, endpoints))
+        """In rank order."""
         self.absent: frozenset[int] = frozenset()
         """Lost ranks: nothing is sent to them, nor expected of them."""
 
@@ -63,6 +73,10 @@ class GroupDaemons:
             return self.clients
         return [client for client in self.clients if client.rank not in self.absent]
 
+    def client(self, rank: int) -> WorkerClient:
+        """Return the client of a rank."""
+        return self.clients[self.ranks.index(rank)]
+
     def are_connected(self) -> bool:
         """Return True if the results of all present daemons have a connection. Raises
         AuthenticationError if a daemon refused us."""
@@ -76,14 +90,15 @@ class GroupDaemons:
 
     def move(self, rank: int, endpoint: Endpoint) -> None:
         """Replace a rank's daemon by the one that listens at `endpoint` now."""
-        old = self.clients[rank].endpoint
-        self.clients[rank].close()
+        place = self.ranks.index(rank)
+        old = self.clients[place].endpoint
+        self.clients[place].close()
         if endpoint.lock is not None:
             self._keyed.add(endpoint.results)
         self.watch.expect(rank, endpoint.results, endpoint.control)
         self.results.move(old, endpoint)
         self.events.move(old, endpoint)
-        self.clients[rank] = self._connect(rank, endpoint)
+        self.clients[place] = self._connect(rank, endpoint)
 
     def check_lives(self) -> None:
         """Raise WorkerDied for a dead rank that is not known to be absent."""
@@ -99,7 +114,7 @@ class GroupDaemons:
         self._listen()
         with contextlib.suppress(WorkerDied):
             self.watch.look()
-        if self.watch.liveness[rank] == "dead":
+        if self.watch.is_dead(rank):
             raise self.watch.death_of(rank)
 
     def _connect(self, rank: int, endpoint: Endpoint) -> WorkerClient:

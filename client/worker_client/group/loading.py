@@ -162,13 +162,15 @@ class Loader:
     reload: bool
     """Load again, even if an equal configuration is loaded."""
     load_chain: LoadChain
-    output_rank: int
+    output_place: int
+    """Index of the output rank among the group's ranks."""
     needs_relink: bool
     """The communicators cannot stay."""
     relink: Callable[[], None]
     reset: Callable[[_ResetLevel], None]
     reload_weights: Callable[[], list[ReloadWeightsReply]]
     get_status: Callable[[], list[Status]]
+    first_rank: int = 0
     weights_version: int | None = None
     """See LoadModel."""
     state_checkpoints: bool = True
@@ -198,14 +200,15 @@ class Loader:
         kv_cache, max_model_len = self._load_kv_cache(min(r.max_model_len for r in replies))
         with self.clock.phase("compile_or_warm_up_model"):
             self.load_chain.compile_or_warm_up_model()
-        metadata = self.load_chain.get_model_metadata()[self.output_rank]
+        metadata = self.load_chain.get_model_metadata()[self.output_place]
         return LoadedGroup(metadata, max_model_len, kv_cache, False, self.clock.seconds)
 
     def _check_same(self, statuses: Sequence[Status]) -> None:
         differences: dict[str, None] = {}
-        for rank, status in enumerate(statuses):
+        is_whole = len(statuses) == self.config.parallel.world_size
+        for rank, status in enumerate(statuses, self.first_rank):
             differences.update(dict.fromkeys(config_differences(self.config, status)))
-            if status.rank != rank and len(statuses) == self.config.parallel.world_size:
+            if status.rank != rank and is_whole:
                 differences[f"rank of {status.endpoint}: {rank} != {status.rank}"] = None
             blocks = status.kv_cache.num_blocks if status.kv_cache is not None else None
             if self.num_gpu_blocks not in (None, blocks):
@@ -226,7 +229,7 @@ class Loader:
         replies = self.load_chain.get_model_metadata()
         if any(reply.checkpoint_changed for reply in replies):
             raise ConfigMismatchError([f"files of {self.config.model.model}: newer != loaded"])
-        metadata = replies[self.output_rank]
+        metadata = replies[self.output_place]
         plans = [status.kv_cache for status in statuses if status.kv_cache is not None]
         if len(plans) < len(statuses):
             without = next(status.endpoint for status in statuses if status.kv_cache is None)
@@ -239,7 +242,8 @@ class Loader:
         CREATED."""
         if all(status.load == "CREATED" for status in statuses):
             return "CREATED"
-        keeps_devices = not self.needs_relink and all(map(self._keeps_device, count(), statuses))
+        ranks = count(self.first_rank)
+        keeps_devices = not self.needs_relink and all(map(self._keeps_device, ranks, statuses))
         level: _ResetLevel = "DEVICE_READY" if keeps_devices else "CREATED"
         with self.clock.phase("reset"):
             self.reset(level)

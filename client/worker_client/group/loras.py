@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -165,7 +166,8 @@ class GroupLoras:
             reply.identity if isinstance(reply, lora.PrepareLoraReply) else None
             for reply in replies
         ]
-        if any(identities[rank] is None for rank in ranks or range(len(identities))):
+        asked = [ranks is None or reply.rank in ranks for reply in replies]
+        if None in compress(identities, asked):
             return False
         self._check_same(name, identities)
         return True
@@ -200,8 +202,8 @@ class GroupLoras:
         """Raise ContentMismatchError if two ranks have read different files of an adapter."""
         ranks = first_difference(identities)
         if ranks is not None:
-            endpoints = [client.endpoint.control for client in self._channel.daemons.clients]
-            first, second = (f"rank {rank} ({endpoints[rank]})" for rank in ranks)
+            clients = [self._channel.daemons.clients[index] for index in ranks]
+            first, second = (f"rank {each.rank} ({each.endpoint.control})" for each in clients)
             raise ContentMismatchError(
                 f"{first} and {second} have read different files",
                 field="name",

@@ -53,6 +53,8 @@ _PAUSE_S = 0.02
 _AWAY = ("asleep", "discarded")
 
 _Tags: TypeAlias = Mapping[lc.MemoryTag, lc.TagState]
+_Statuses: TypeAlias = Mapping[int, lc.Status]
+"""By rank."""
 _Build: TypeAlias = partial[lc.Sleep] | partial[lc.WakeUp] | partial[lc.Discard]
 
 
@@ -108,7 +110,7 @@ class Replacement:
     def run(self, rank: int, endpoint: Endpoint | None, within_s: float) -> ReplacementReport:
         """See WorkerGroup.replace."""
         deadline = time.monotonic() + within_s
-        own = self.channel.daemons.clients[rank].endpoint
+        own = self.channel.daemons.client(rank).endpoint
         self.vacant = {rank: own if endpoint is None else endpoint}
         cause = self.state.cause or ClientError(f"rank {rank} was given up")
         self.channel.daemons.watch.mark_dead(rank)
@@ -148,11 +150,11 @@ class Replacement:
         self.channel.abort_links(str(error))
         if isinstance(error, WorkerDied):
             self.channel.lose(error)
-            own = self.channel.daemons.clients[error.rank].endpoint
+            own = self.channel.daemons.client(error.rank).endpoint
             self.vacant.setdefault(error.rank, own)
-        for rank, liveness in enumerate(self.channel.daemons.watch.liveness):  # perhaps several
-            if liveness == "dead":
-                self.vacant.setdefault(rank, self.channel.daemons.clients[rank].endpoint)
+        for client in self.channel.daemons.clients:  # perhaps several
+            if self.channel.daemons.watch.is_dead(client.rank):
+                self.vacant.setdefault(client.rank, client.endpoint)
         return error
 
     def _fill(self, deadline: float, within_s: float) -> ReplacementReport:
@@ -174,11 +176,12 @@ class Replacement:
                 channel.links.numbers[rank] = 0
             channel.daemons.absent = frozenset()
             statuses = self.attaching.attach_present()
+        by_rank = dict(zip(channel.daemons.ranks, statuses, strict=True))
         newcomers = tuple(
-            rank for rank, status in enumerate(statuses) if not self._can_stay(rank, status)
+            rank for rank, status in by_rank.items() if not self._can_stay(rank, status)
         )
-        self._remember_memory(newcomers, statuses)
-        self._free_memory_for_load(newcomers, statuses)
+        self._remember_memory(newcomers, by_rank)
+        self._free_memory_for_load(newcomers, by_rank)
         self._link(newcomers)
         if newcomers:
             self._load(newcomers)
@@ -215,22 +218,20 @@ class Replacement:
             and status.kv_cache.num_blocks == self.model.num_blocks
         )
 
-    def _remember_memory(self, newcomers: Sequence[int], statuses: Sequence[lc.Status]) -> None:
+    def _remember_memory(self, newcomers: Sequence[int], statuses: _Statuses) -> None:
         """Record the memory tags of the ranks that stayed, at the first attempt: a failed attempt
         leaves them awake."""
-        others = [status for rank, status in enumerate(statuses) if rank not in newcomers]
+        others = [status for rank, status in statuses.items() if rank not in newcomers]
         if self.memory is None and others:
             self.memory = _common_tags(others)
 
-    def _free_memory_for_load(
-        self, newcomers: Sequence[int], statuses: Sequence[lc.Status]
-    ) -> None:
+    def _free_memory_for_load(self, newcomers: Sequence[int], statuses: _Statuses) -> None:
         """Reset newcomers that have something else loaded, and wake the others: links, graphs and
         warm-up need their memory."""
         occupied = [rank for rank in newcomers if statuses[rank].load != "CREATED"]
         asleep = [
             rank
-            for rank, status in enumerate(statuses)
+            for rank, status in statuses.items()
             if rank not in newcomers and _is_away(status.memory_tags)
         ]
         if not occupied and not asleep:

@@ -25,14 +25,18 @@ IDLE = "IDLE"
 class Resending:
     """State of one group."""
 
-    def __init__(self, clients: Sequence[WorkerClient], output_rank: int) -> None:
+    def __init__(
+        self, clients: Sequence[WorkerClient], output_rank: int, first_rank: int = 0
+    ) -> None:
+        """clients: by rank, from first_rank on; another client may take a rank's place."""
         self.knows_ranks = len(clients) == 1
         """True if every daemon has the rank number of its place in the group."""
         self.due = 0.0
         """Time (time.monotonic) to call send_overdue(), unless restart() is called before."""
         self._clients = clients
         self._output_rank = output_rank
-        self._sent = SentSteps(len(clients))
+        self._ranks = range(first_rank, first_rank + len(clients))
+        self._sent = SentSteps(self._ranks)
         self._uids: dict[bytes, int] = {}
         self._patience_s = RESEND_AFTER_S
         self._mended: dict[tuple[int, int], tuple[int, float]] = {}
@@ -69,7 +73,7 @@ class Resending:
     def sent(self, rank: int, seq: int, frames: Sequence[Frame]) -> None:
         """Record a request that was sent for the first time."""
         self._sent.keep(rank, seq, frames)
-        if rank == 0:
+        if rank == self._ranks[0]:
             self.restart()
 
     def heard(self, beat: lc.Heartbeat, outstanding: int) -> None:
@@ -85,7 +89,7 @@ class Resending:
         but `answered`. A rank that runs something is skipped: it is not silent."""
         self._patience_s *= 2
         self.due = time.monotonic() + self._patience_s
-        for rank in range(len(self._clients)):
+        for rank in self._ranks:
             if not self._sent.is_busy(rank) and rank not in answered:
                 self.send_lost(rank, seq, is_step=is_step)
 
@@ -97,12 +101,12 @@ class Resending:
         owes_answer = not is_step or rank == self._output_rank
         first = seq if owes_answer else max(seq, self._sent.last_seq(rank) + 1)
         for step in self._sent.since(rank, first):
-            self._clients[rank].send_again(step.frames)
+            self._clients[rank - self._ranks[0]].send_again(step.frames)
 
     def mend_gap(self, rank: int, expected: int) -> bool:
         """Send a rank the requests that it misses, from seq `expected` on. Return True if no
         further action is needed."""
-        if rank >= len(self._clients) or not self.knows_ranks:
+        if rank not in self._ranks or not self.knows_ranks:
             return False
         if self._sent.last_seq(rank) >= expected:
             return True  # a late refusal: the rank has reported that it is past that
@@ -114,5 +118,5 @@ class Resending:
         if now >= last + MEND_AGAIN_S:
             self._mended[rank, expected] = times + 1, now
             for step in missing:
-                self._clients[rank].send_again(step.frames)
+                self._clients[rank - self._ranks[0]].send_again(step.frames)
         return True

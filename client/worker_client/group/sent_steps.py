@@ -2,7 +2,7 @@
 rank is known to have passed a step, and its outcome is known. Belongs to the group's thread."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from rpc_schema.codec import Frame
@@ -35,19 +35,19 @@ class _Rank:
 class SentSteps:
     """The sent steps of one epoch."""
 
-    def __init__(self, world_size: int) -> None:
-        self._ranks = [_Rank() for _ in range(world_size)]
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._ranks = {rank: _Rank() for rank in ranks}
         self._first_alone = 1
 
     def begin_epoch(self) -> None:
         """Forget all steps."""
-        self._ranks = [_Rank() for _ in self._ranks]
+        self._ranks = {rank: _Rank() for rank in self._ranks}
         self._first_alone = 1
 
     def restart_from(self, seq: int) -> None:
         """Record that request `seq` does not depend on earlier ones: these need never be sent
         again."""
-        for rank in self._ranks:
+        for rank in self._ranks.values():
             rank.steps.clear()
             rank.num_bytes = 0
         self._first_alone = seq

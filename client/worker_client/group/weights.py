@@ -260,7 +260,8 @@ class GroupWeights:
         try:
             self._channel.ask(partial(lc.FinishShardedState, save=save, keep=True))
         except WorkerError as error:
-            if error.rank == 0:  # otherwise rank 0 may be about to move those files into place
+            first = self._channel.daemons.ranks[0]
+            if error.rank == first:  # otherwise it may be about to move those files into place
                 self._remove_saved(save)
             raise
         return replies

@@ -78,7 +78,8 @@ def check_same_weights(statuses: Sequence[Status], model: str) -> None:
 
 
 def _describe(ranks: DifferingRanks, statuses: Sequence[Status]) -> str:
-    first, second = (f"rank {rank} ({_source(statuses[rank])})" for rank in ranks)
+    both = [statuses[index] for index in ranks]
+    first, second = (f"rank {each.rank} ({_source(each)})" for each in both)
     return f"{first} and {second} hold different weights"
 
 
@@ -91,13 +92,13 @@ def _source(status: Status) -> str:
 
 
 def _not_whole(statuses: Sequence[Status]) -> str:
-    for rank, status in enumerate(statuses):
+    for status in statuses:
         weights = status.weights
         if weights is not None and weights.state != "whole":
             names = ", ".join(weights.missing[:4])
             return (
-                f"the weights of rank {rank} are {weights.state} ({weights.cause or 'open'}): "
-                f"{weights.num_missing} of {weights.num_tensors} tensors are missing "
-                f"({names}...); {_FIX}"
+                f"the weights of rank {status.rank} are {weights.state} "
+                f"({weights.cause or 'open'}): {weights.num_missing} of {weights.num_tensors} "
+                f"tensors are missing ({names}...); {_FIX}"
             )
     return ""

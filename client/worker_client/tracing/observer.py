@@ -117,7 +117,8 @@ def _group_of(clients: Sequence[AskingClient]) -> list[lc.Status]:
 def _place(status: lc.Status) -> str:
     if status.config is None:
         return ""
-    stage, shard = divmod(status.rank, status.config.parallel.tensor_parallel_size)
+    parallel = status.config.parallel
+    stage, shard = divmod(status.rank % parallel.world_size, parallel.tensor_parallel_size)
     return f" (pp{stage} tp{shard})"
 
 

@@ -81,9 +81,11 @@ class Watch:
         controls: Sequence[str],
         clock: Callable[[], float] = time.monotonic,
         find: Callable[[str], Process] = find_process,
+        first_rank: int = 0,
     ) -> None:
         """addresses: of the sockets whose connections are watched; controls: the endpoints to name
-        in errors; both in rank order. find: returns the process behind an address."""
+        in errors; both in rank order. find: returns the process behind an address. first_rank:
+        global rank of the first daemon."""
         self.on_event: OnEvent | None = None
         self.events: deque[LivenessEvent] = deque(maxlen=MAX_EVENTS)
         """The newest events."""
@@ -91,20 +93,23 @@ class Watch:
         """Ranks whose connection came back, until the owner removes them."""
         self._clock = clock
         self._find = find
-        self._ranks = [
-            _Watched(address, control) for address, control in zip(addresses, controls, strict=True)
-        ]
+        daemons = enumerate(zip(addresses, controls, strict=True), first_rank)
+        self._ranks = {rank: _Watched(*daemon) for rank, daemon in daemons}
         self._listened_at = clock()
 
     def close(self) -> None:
         """Close the descriptors."""
-        for entry in self._ranks:
+        for entry in self._ranks.values():
             entry.process.close()
 
     @property
     def liveness(self) -> list[Liveness]:
-        """Liveness of each rank."""
-        return [entry.liveness for entry in self._ranks]
+        """Liveness of each rank, in rank order."""
+        return [entry.liveness for entry in self._ranks.values()]
+
+    def is_dead(self, rank: int) -> bool:
+        """Return True for a dead rank."""
+        return self._ranks[rank].liveness == "dead"
 
     def cut_at(self, rank: int) -> float | None:
         """Return the time of time.monotonic at which its connection ended last; None: never."""
@@ -163,7 +168,7 @@ class Watch:
 
     def begin_steps(self) -> None:
         """Withdraw announced silences: no operation is running any more."""
-        for entry in self._ranks:
+        for entry in self._ranks.values():
             entry.allowed_s = SILENCE_LIMIT_S
 
     def heard(self, beat: Heartbeat, *, operating: bool) -> None:
@@ -198,11 +203,11 @@ class Watch:
         now = self._clock()
         blind_s = now - self._listened_at
         if blind_s > BLIND_AFTER_S:
-            for entry in self._ranks:
+            for entry in self._ranks.values():
                 if entry.heard_at is not None:
                     entry.heard_at = min(now, entry.heard_at + blind_s)
         self._listened_at = now
-        for rank, entry in enumerate(self._ranks):
+        for rank, entry in self._ranks.items():
             if entry.heard_at is not None and entry.cut_since is None and entry.liveness != "dead":
                 self._assess_silence(rank, entry, now - entry.heard_at)
 
@@ -213,10 +218,10 @@ class Watch:
             WorkerDied: one of them is dead, now or since the last call; names the first.
         """
         now = self._clock()
-        for rank, entry in enumerate(self._ranks):
+        for rank, entry in self._ranks.items():
             if entry.liveness != "dead":
                 self._assess(rank, entry, now)
-        for rank, entry in enumerate(self._ranks):
+        for rank, entry in self._ranks.items():
             if entry.liveness == "dead":
                 raise self.death_of(rank)
 
@@ -249,7 +254,7 @@ class Watch:
             self._suspect(rank, "progress", f"no heartbeat for {silent_s:.1f} s")
 
     def _rank_of(self, uid: bytes) -> int | None:
-        return next((rank for rank, entry in enumerate(self._ranks) if entry.uid == uid), None)
+        return next((rank for rank, entry in self._ranks.items() if entry.uid == uid), None)
 
     def _suspect(self, rank: int, signal: Signal, detail: str) -> None:
         self._ranks[rank].liveness = "suspect"

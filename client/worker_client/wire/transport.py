@@ -90,9 +90,10 @@ class ResultsChannel:
         route: bytes,
         watch: Watch,
         look: CheckDeaths,
+        first_rank: int = 0,
     ) -> None:
         """watch is notified of changes of connections; look is called while replies are waited for,
-        and raises WorkerDied."""
+        and raises WorkerDied. first_rank: global rank of the first daemon."""
         self._look = look
         self._on_event: dict[str, Callable[[int], None]] = {
             "ended": watch.disconnected,
@@ -105,7 +106,8 @@ class ResultsChannel:
         # or not Python runs.
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
-        self._ranks = {endpoint.results: rank for rank, endpoint in enumerate(endpoints)}
+        ranks = list(enumerate(endpoints, first_rank))
+        self._ranks = {endpoint.results: rank for rank, endpoint in ranks}
         self._socket.setsockopt(zmq.RCVTIMEO, DEATH_CHECK_MS)
         self._processes = PeerProcesses()
         self._handshakes = HandshakeWatch(
@@ -113,7 +115,7 @@ class ResultsChannel:
             zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED,
             Role.DRIVER,
         )
-        for rank, endpoint in enumerate(endpoints):
+        for rank, endpoint in ranks:
             self._handshakes.connect(rank, endpoint.results, endpoint.lock, is_watched=True)
 
     def receive(self, deadline: float) -> list[bytes] | None:

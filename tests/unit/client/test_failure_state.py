@@ -80,7 +80,7 @@ EVENTS = (
 
 def refused(state, request):
     with pytest.raises(WorkerDaemonError) as caught:
-        state.check(request, ["here", "there"])
+        state.check(request, {0: "here", 1: "there"})
     return caught.value
 
 
@@ -257,12 +257,12 @@ def test_drain_names_all_ranks_and_the_first_one_s_endpoint():
     state.report_drain(1, drains=True)
     state.report_drain(0, drains=True)
     with pytest.raises(DrainingError, match=r"rank 0 at here: DRAINING: ranks \[0, 1\] drain"):
-        state.check(GroupRequest.STEP, ["here", "there"])
+        state.check(GroupRequest.STEP, {0: "here", 1: "there"})
     state.report_drain(0, drains=False)
     with pytest.raises(DrainingError, match="rank 1 at there"):
-        state.check(GroupRequest.STEP, ["here", "there"])
+        state.check(GroupRequest.STEP, {0: "here", 1: "there"})
     state.report_drain(1, drains=False)
-    state.check(GroupRequest.STEP, ["here", "there"])
+    state.check(GroupRequest.STEP, {0: "here", 1: "there"})
 
 
 def serving(world_size):
@@ -614,7 +614,7 @@ class Histories(RuleBasedStateMachine):
         for request in asked:
             expected = self.refusal(request)
             try:
-                self.owner.check(request, ["here", "there"])
+                self.owner.check(request, {0: "here", 1: "there"})
                 raised = None
             except WorkerDaemonError as error:
                 raised = type(error)

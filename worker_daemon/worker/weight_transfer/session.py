@@ -261,7 +261,7 @@ class _Writer:
 
 
 def _meeting(engine: wt.BroadcastEngine, timeout_s: float, place: RankPlace) -> TrainerRendezvous:
-    rank = engine.rank_offset + place.parallel.rank
+    rank = engine.rank_offset + place.parallel.rank_in_replica
     needed = engine.rank_offset + place.parallel.world_size
     if engine.world_size < needed:  # all ranks refuse, even those with room for it
         problem = "the communicator has no such rank"
