@@ -89,7 +89,8 @@ class WorkerGroup:
         self._steps = StepsInFlight(self._state, self.output_rank)
         terms = LeaseTerms() if lease is None else lease
         self._channel = GroupChannel(parsed, self.driver_id, self._steps, self._state, terms, place)
-        self._attaching = Attachment(self._channel, self._steps, self._state, terms)
+        self.attachment = Attachment(self._channel, self._steps, self._state, terms)
+        """For attaching to several replicas at once."""
         self.load_chain = LoadChain(self._channel)
         """The operations that prepare() consists of, for callers that want another order."""
         self.clients = self._channel.daemons.clients
@@ -119,8 +120,8 @@ class WorkerGroup:
         """Detach and close all sockets. The daemons keep their loaded model, and the next driver
         need not wait."""
         try:
-            self._waiter.finish(is_attached=self._attaching.is_attached)
-            self._attaching.leave()
+            self._waiter.finish(is_attached=self.attachment.is_attached)
+            self.attachment.leave()
         finally:
             self._channel.close()
 
@@ -167,8 +168,7 @@ class WorkerGroup:
             WorkerDied: the group has lost a daemon: replace() it, or make a new group.
             NothingListens: no daemon is at an endpoint.
         """
-        self._state.check(GroupRequest.ATTACH)
-        statuses = self._attaching.attach(
+        statuses = self.attachment.attach(
             timeout_s,
             wait_for_lease_s=wait_for_lease_s,
             force=force,
@@ -216,7 +216,7 @@ class WorkerGroup:
         known = self.weights.version
         replacement = Replacement(
             self._channel,
-            self._attaching,
+            self.attachment,
             self._steps,
             self._state,
             config,
@@ -233,8 +233,8 @@ class WorkerGroup:
     def detach(self) -> None:
         """Detach, once the steps in flight are over, or some time has passed; models stay
         loaded."""
-        self._waiter.finish(is_attached=self._attaching.is_attached)
-        self._attaching.detach()
+        self._waiter.finish(is_attached=self.attachment.is_attached)
+        self.attachment.detach()
 
     def shutdown(self) -> None:
         """Stop all daemons."""

@@ -421,7 +421,8 @@ class FakeDaemon:
     @property
     def _is_output(self) -> bool:
         parallel = self._parallel
-        return self.rank == (parallel.pipeline_parallel_size - 1) * parallel.tensor_parallel_size
+        output = (parallel.pipeline_parallel_size - 1) * parallel.tensor_parallel_size
+        return self.rank % parallel.world_size == output
 
     def _lifecycle(self, request) -> None:  # noqa: PLR0912
         said: dict[str, object] = {}
@@ -481,7 +482,8 @@ class FakeDaemon:
                     available, changes = self.profiles.pop(0)
                 said = {"available_bytes": available, "changes": changes}
             case lc.InitializeFromConfig(kv_cache_configs=configs):
-                self.kv_cache, self.load = configs[self.rank], "KV_READY"
+                own = configs[self.rank % self._parallel.world_size]
+                self.kv_cache, self.load = own, "KV_READY"
                 self.kv.clear()
             case lc.UpdateMaxModelLen(max_model_len=length):
                 self.max_len = length

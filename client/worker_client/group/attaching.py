@@ -1,7 +1,8 @@
-"""Attaches to a group's daemons and detaches from them: compares versions, agrees on an epoch in
-two phases, and waits for an earlier driver's lease."""
+"""Attaches to the daemons of one group, or of several that are replicas, and detaches from them:
+compares versions, agrees on an epoch in two phases, and waits for an earlier driver's lease."""
 
 import contextlib
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from rpc_schema.errors import (
     error_of_rank,
 )
 from rpc_schema.lease import MAX_LEASE_TTL_MS
-from worker_client.group.failure_state import Change, FailureState
+from worker_client.group.failure_state import Change, FailureState, GroupRequest
 from worker_client.group.group_channel import GroupChannel
 from worker_client.group.outcomes import DEFAULT_STEP_DEADLINE_S, StepsInFlight
 from worker_client.wire.lease import LeaseTerms, Patience
@@ -54,38 +55,51 @@ class Attachment:
         wait_s: float = 0.0,
     ) -> list[lc.Status]:
         """See WorkerGroup.attach."""
-        agree_s = ATTACH_TIMEOUT_S if timeout_s is None else timeout_s
-        if wait_s:
-            answer_by = time.monotonic() + wait_s
-            for client in self.channel.daemons.present:
-                client.greet(agree_s, answer_by)
-        deadline = time.monotonic() + agree_s
-        links = self.channel.links
-        links.step_deadline_s = max(map(_step_deadline_s, self._hello(deadline)))
-        patience = Patience(
-            wait_for_lease_s if timeout_s is None else min(wait_for_lease_s, agree_s)
+        statuses = attach_together(
+            [self],
+            timeout_s,
+            wait_for_lease_s=wait_for_lease_s,
+            force=force,
+            keep_requests=keep_requests,
+            wait_s=wait_s,
         )
-        attempts_left = ATTACH_ATTEMPTS
-        while True:
-            attempts_left -= 1
-            epoch = self._agree_patiently(timeout_s, deadline, patience, force=force)
-            self.steps.abandon()
-            if timeout_s is None:
-                agree_s = links.step_deadline_s + ATTACH_SLACK_S
-                deadline = time.monotonic() + agree_s
-            try:
-                return self._commit(epoch, deadline, agree_s, keep_requests=keep_requests)
-            except (FencedError, LeaseHeldError):  # another driver was faster
-                if not attempts_left:
-                    raise
+        return statuses[0]
+
+    def check_usable(self) -> None:
+        """Raise the error with which the group refuses operations, if it does."""
+        self.channel.check_usable()
+
+    def greet(self, timeout_s: float, wait_s: float) -> None:
+        """Wait for daemons that do not answer yet."""
+        answer_by = time.monotonic() + wait_s
+        for client in self.channel.daemons.present:
+            client.greet(timeout_s, answer_by)
+
+    def meet(self, deadline: float) -> None:
+        """Exchange versions with the daemons, and learn how long a step of theirs may take."""
+        statuses = self._hello(deadline)
+        self.channel.links.step_deadline_s = max(map(_step_deadline_s, statuses))
+
+    def commit(
+        self, epoch: int, deadline: float | None, timeout_s: float | None, *, keep_requests: bool
+    ) -> list[lc.Status]:
+        """Begin an epoch that all daemons have granted, and return their states. deadline: None for
+        the time that daemons need to abandon a hanging step. After an error no reachable daemon is
+        attached."""
+        if deadline is None or timeout_s is None:
+            timeout_s = self.channel.links.step_deadline_s + ATTACH_SLACK_S
+            deadline = time.monotonic() + timeout_s
+        return self._commit(epoch, deadline, timeout_s, keep_requests=keep_requests)
 
     def attach_present(self) -> list[lc.Status]:
         """Attach to the daemons that are present, under a new epoch that fences the lost ones."""
         deadline = time.monotonic() + ATTACH_TIMEOUT_S
         self._hello(deadline)
-        epoch = self._agree_on_epoch(deadline)
+        epoch = _agree_on_epoch(self.channel.daemons.present, deadline)
         agree_s = self.channel.links.step_deadline_s + ATTACH_SLACK_S
-        return self._commit(epoch, time.monotonic() + agree_s, agree_s)
+        return self._commit(
+            epoch, time.monotonic() + agree_s, agree_s, owner=self.channel.lease.owner
+        )
 
     def detach(self) -> None:
         """Give the lease back on all daemons at once, and wait for their replies. A daemon that
@@ -135,49 +149,14 @@ class Attachment:
         _check_alike(greetings)
         return [client.get_status(_remaining(deadline)) for client in channel.daemons.present]
 
-    def _agree_patiently(
-        self, timeout_s: float | None, deadline: float, patience: Patience, *, force: bool
-    ) -> int:
-        while True:
-            try:
-                return self._agree_on_epoch(deadline, force=force)
-            except LeaseHeldError as refusal:
-                patience.wait(refusal)
-            if timeout_s is None:
-                deadline = time.monotonic() + ATTACH_TIMEOUT_S
-
-    def _agree_on_epoch(self, deadline: float, *, force: bool = False) -> int:
-        """Return an epoch that no daemon has seen, announced to all. Raises LeaseHeldError."""
-        present = self.channel.daemons.present
-        epoch, known = 1, [0] * len(present)
-        while True:
-            # A daemon that is far behind the others catches up in several steps.
-            asked = [min(epoch, last + lc.MAX_EPOCH_STEP) for last in known]
-            replies = self._prepare(asked, deadline, force=force)
-            known = [reply.last_epoch for reply in replies]
-            if all(reply.granted for reply in replies) and set(asked) == {epoch}:
-                return epoch
-            epoch = max(epoch, *known) + 1
-
-    def _prepare(
-        self, epochs: Sequence[int], deadline: float, *, force: bool
-    ) -> list[lc.PrepareAttachReply]:
-        """Announce an epoch to each daemon. If one refuses, the others need not wait for us."""
-        replies: list[lc.PrepareAttachReply] = []
-        present = self.channel.daemons.present
-        try:
-            for client, epoch in zip(present, epochs, strict=True):
-                replies.append(client.prepare_attach(epoch, _remaining(deadline), force=force))
-        except WorkerDaemonError:
-            for client, epoch, reply in zip(present, epochs, replies, strict=False):
-                if reply.granted:
-                    with contextlib.suppress(WorkerDaemonError):
-                        client.begin(partial(lc.Detach, epoch=epoch), LEAVE_TIMEOUT_S)
-            raise
-        return replies
-
     def _commit(
-        self, epoch: int, deadline: float, timeout_s: float, *, keep_requests: bool = False
+        self,
+        epoch: int,
+        deadline: float,
+        timeout_s: float,
+        *,
+        keep_requests: bool = False,
+        owner: threading.Thread | None = None,
     ) -> list[lc.Status]:
         """Begin an epoch and return the daemons' states. All requests are sent before any reply is
         waited for: gloo has no abort, so only its peers can release a rank that hangs in a step.
@@ -201,7 +180,9 @@ class Attachment:
 
         try:
             channel.lease.start(
-                epoch, [(client.rank, client.endpoint) for client in channel.daemons.present]
+                epoch,
+                [(client.rank, client.endpoint) for client in channel.daemons.present],
+                owner,
             )
             attached = channel.gather_attached(commit, deadline, timeout_s)
         except BaseException:
@@ -212,6 +193,120 @@ class Attachment:
         if _must_relink(attached):
             self.state.apply(Change.LINK_BROKEN)
         return channel.take_statuses([reply.status for reply in attached])
+
+
+def attach_together(
+    attachments: Sequence[Attachment],
+    timeout_s: float | None,
+    *,
+    wait_for_lease_s: float,
+    force: bool,
+    keep_requests: bool,
+    wait_s: float = 0.0,
+) -> list[list[lc.Status]]:
+    """Attach to the daemons of all these groups under one epoch, in two phases: no daemon of any
+    group is attached before all of them have granted it. Return the states of each group's daemons.
+    Options and errors are those of WorkerGroup.attach; the calling thread is the leases' owner."""
+    for each in attachments:
+        each.state.check(GroupRequest.ATTACH)
+    agree_s = ATTACH_TIMEOUT_S if timeout_s is None else timeout_s
+    if wait_s:
+        for each in attachments:
+            each.greet(agree_s, wait_s)
+    deadline = time.monotonic() + agree_s
+    for each in attachments:
+        each.meet(deadline)
+    patience = Patience(wait_for_lease_s if timeout_s is None else min(wait_for_lease_s, agree_s))
+    attempts_left = ATTACH_ATTEMPTS
+    while True:
+        attempts_left -= 1
+        clients = [client for each in attachments for client in each.channel.daemons.present]
+        epoch = _agree_patiently(clients, timeout_s, deadline, patience, force=force)
+        for each in attachments:
+            each.steps.abandon()
+        commit_by = None if timeout_s is None else deadline
+        try:
+            return _commit_together(attachments, epoch, commit_by, timeout_s, keep_requests)
+        except (FencedError, LeaseHeldError):  # another driver was faster
+            if not attempts_left:
+                raise
+
+
+def _commit_together(
+    attachments: Sequence[Attachment],
+    epoch: int,
+    deadline: float | None,
+    timeout_s: float | None,
+    keep_requests: bool,
+) -> list[list[lc.Status]]:
+    """Begin an epoch that all daemons have granted. After an error no reachable daemon is
+    attached."""
+    statuses: list[list[lc.Status]] = []
+    try:
+        for each in attachments:
+            statuses.append(each.commit(epoch, deadline, timeout_s, keep_requests=keep_requests))
+    except BaseException:
+        for each in attachments[: len(statuses)]:
+            each.leave()
+        for each in attachments[len(statuses) + 1 :]:
+            _release(each.channel.daemons.present, epoch)
+        raise
+    return statuses
+
+
+def _agree_patiently(
+    clients: Sequence[WorkerClient],
+    timeout_s: float | None,
+    deadline: float,
+    patience: Patience,
+    *,
+    force: bool,
+) -> int:
+    while True:
+        try:
+            return _agree_on_epoch(clients, deadline, force=force)
+        except LeaseHeldError as refusal:
+            patience.wait(refusal)
+        if timeout_s is None:
+            deadline = time.monotonic() + ATTACH_TIMEOUT_S
+
+
+def _agree_on_epoch(
+    clients: Sequence[WorkerClient], deadline: float, *, force: bool = False
+) -> int:
+    """Return an epoch that no daemon has seen, announced to all. Raises LeaseHeldError."""
+    epoch, known = 1, [0] * len(clients)
+    while True:
+        # A daemon that is far behind the others catches up in several steps.
+        asked = [min(epoch, last + lc.MAX_EPOCH_STEP) for last in known]
+        replies = _prepare(clients, asked, deadline, force=force)
+        known = [reply.last_epoch for reply in replies]
+        if all(reply.granted for reply in replies) and set(asked) == {epoch}:
+            return epoch
+        epoch = max(epoch, *known) + 1
+
+
+def _prepare(
+    clients: Sequence[WorkerClient], epochs: Sequence[int], deadline: float, *, force: bool
+) -> list[lc.PrepareAttachReply]:
+    """Announce an epoch to each daemon. If one refuses, the others need not wait for us."""
+    replies: list[lc.PrepareAttachReply] = []
+    try:
+        for client, epoch in zip(clients, epochs, strict=True):
+            replies.append(client.prepare_attach(epoch, _remaining(deadline), force=force))
+    except WorkerDaemonError:
+        for client, epoch, reply in zip(clients, epochs, replies, strict=False):
+            if reply.granted:
+                _release([client], epoch)
+        raise
+    return replies
+
+
+def _release(clients: Sequence[WorkerClient], epoch: int) -> None:
+    """Have daemons that have granted an epoch wait for it no more."""
+    for client in clients:
+        with contextlib.suppress(WorkerDaemonError):
+            client.begin(partial(lc.Detach, epoch=epoch), LEAVE_TIMEOUT_S)
 
 
 def _check_alike(greetings: Sequence[tuple[WorkerClient, str]]) -> None:

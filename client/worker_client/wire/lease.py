@@ -128,7 +128,8 @@ class LeaseKeeper:
         self._driver_id = driver_id
         self._terms = terms
         self._group = weakref.ref(group)
-        self._owner = threading.current_thread()
+        self.owner = threading.current_thread()
+        """It renews only while this thread lives."""
         self._epoch = 0
         self._attached = False
         self._last_heartbeat = time.monotonic()
@@ -138,9 +139,15 @@ class LeaseKeeper:
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self, epoch: int, daemons: Sequence[tuple[int, Endpoint]]) -> None:
+    def start(
+        self,
+        epoch: int,
+        daemons: Sequence[tuple[int, Endpoint]],
+        owner: threading.Thread | None = None,
+    ) -> None:
         """Begin to renew the lease of `epoch` on these daemons, given with their ranks, which are
-        about to grant it. Until `confirm` their refusals are ignored.
+        about to grant it. Until `confirm` their refusals are ignored. owner: the application's
+        thread; None: the calling one.
 
         Raises:
             OutOfDescriptors: there is none left for its sockets.
@@ -150,7 +157,7 @@ class LeaseKeeper:
         self.lost = None
         self._epoch = epoch
         self._attached = False
-        self._owner = threading.current_thread()
+        self.owner = threading.current_thread() if owner is None else owner
         self._confirmed = dict.fromkeys((rank for rank, _ in daemons), _now())
         self.heartbeat()
         self._ended, self._wake = threading.Event(), threading.Event()
@@ -232,7 +239,7 @@ class LeaseKeeper:
         interval_s = min(RENEWAL_S, self._terms.ttl_s / RENEWALS_PER_TTL)
         due = time.monotonic() + interval_s
         while not ended.is_set() and self.lost is None:
-            is_left = self._group() is None or not self._owner.is_alive()
+            is_left = self._group() is None or not self.owner.is_alive()
             if is_left or wake.is_set() or time.monotonic() >= due:
                 wake.clear()
                 due = time.monotonic() + interval_s

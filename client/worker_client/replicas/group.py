@@ -1,0 +1,197 @@
+"""The replicas of a data-parallel group: one driver's hold on all of their daemons, and operations
+on all of them. Steps are each replica's own."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from rpc_schema import lifecycle as lc
+from rpc_schema.config import ParallelConfig, WorkerConfig
+from rpc_schema.errors import WorkerDaemonError
+from worker_client.errors import config_error
+from worker_client.group.attaching import LEASE_WAIT_S, attach_together
+from worker_client.group.loading import LoadedGroup
+from worker_client.group.replacement import REPLACE_WITHIN_S, ReplacementReport
+from worker_client.group.weights_state import check_same_weights, differing_ranks
+from worker_client.wire.endpoint import new_driver_id
+from worker_client.wire.keys import NO_KEYS, Keys
+from worker_client.wire.lease import LeaseTerms
+from worker_client.worker_group import WorkerGroup
+
+ResultT = TypeVar("ResultT")
+
+
+class DataParallelGroup:
+    """Owns the replicas; close() (or `with`) frees them.
+
+    Order: attach(), prepare(config), then a Driver for each of `replicas`. A replica has its own
+    link, sequence numbers, steps in flight, outcomes, lease keeper and failures. So a daemon's
+    death ends nothing in the other replicas, and replacing it does not disturb them. A replica may
+    be driven on a thread of its own; calls of this object are made while no replica is in a call.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        parallel: ParallelConfig,
+        keys: Keys = NO_KEYS,
+        *,
+        lease: LeaseTerms | None = None,
+    ) -> None:
+        """Connect; nothing is sent yet. Endpoint i becomes rank i: those of replica 0 come first.
+        keys, lease: see WorkerGroup.
+
+        Raises:
+            ClientConfigError: the number of endpoints is not that of all replicas, an endpoint is
+                named twice, or one is unusable.
+        """
+        needed = parallel.world_size_across_dp
+        if len(endpoints) != needed:
+            problem = (
+                f"data_parallel_size {parallel.data_parallel_size} x pipeline_parallel_size "
+                f"{parallel.pipeline_parallel_size} x tensor_parallel_size "
+                f"{parallel.tensor_parallel_size} needs {needed} daemons"
+            )
+            fix = f"give {needed} endpoints, or other parallel sizes"
+            raise config_error("endpoints", list(endpoints), problem, fix)
+        if len(set(endpoints)) != needed:
+            problem, fix = "an endpoint is named twice", "name each daemon once"
+            raise config_error("endpoints", list(endpoints), problem, fix)
+        self.parallel = parallel
+        self.driver_id = new_driver_id()
+        with contextlib.ExitStack() as opened:
+            replicas = []
+            for dp_rank in range(parallel.data_parallel_size):
+                ranks = parallel.ranks_of(dp_rank)
+                own = endpoints[ranks.start : ranks.stop]
+                replica = WorkerGroup(
+                    own, parallel, keys, lease=lease, dp_rank=dp_rank, driver_id=self.driver_id
+                )
+                replicas.append(opened.enter_context(replica))
+            self.replicas = tuple(replicas)
+            """Groups that Driver takes, by dp_rank."""
+            self._opened = opened.pop_all()
+
+    def __enter__(self) -> "DataParallelGroup":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all replicas, as WorkerGroup.close does."""
+        self._opened.close()
+
+    def replica_of(self, rank: int) -> WorkerGroup:
+        """Return the replica of a global rank. Raises ClientConfigError: there is no such rank."""
+        for replica in self.replicas:
+            if rank in replica.ranks:
+                return replica
+        fix = f"use 0 to {self.parallel.world_size_across_dp - 1}"
+        raise config_error("rank", rank, "the group has no such rank", fix)
+
+    def attach(
+        self,
+        timeout_s: float | None = None,
+        *,
+        wait_for_lease_s: float = LEASE_WAIT_S,
+        force: bool = False,
+        keep_requests: bool = False,
+        wait_s: float = 0.0,
+    ) -> list[lc.Status]:
+        """Attach to all daemons of all replicas under one epoch, or to none; return their states by
+        rank. Options and errors are those of WorkerGroup.attach."""
+        found = attach_together(
+            [replica.attachment for replica in self.replicas],
+            timeout_s,
+            wait_for_lease_s=wait_for_lease_s,
+            force=force,
+            keep_requests=keep_requests,
+            wait_s=wait_s,
+        )
+        for replica, statuses in zip(self.replicas, found, strict=True):
+            replica.weights.learn(statuses)
+        return [status for statuses in found for status in statuses]
+
+    def prepare(
+        self,
+        config: WorkerConfig,
+        *,
+        num_gpu_blocks: int | None = None,
+        fit_max_model_len: bool = False,
+        reload: bool = False,
+        weights_version: int | None = None,
+    ) -> list[LoadedGroup]:
+        """Make all replicas ready to serve `config`, at the same time; return what each has loaded.
+        Replicas may have different numbers of KV blocks. If they hold different weights, since an
+        update has reached some of them only, all read them again. Options and errors are those of
+        WorkerGroup.prepare, and
+
+        Raises:
+            ContentMismatchError: replicas have read different files; names two ranks.
+        """
+        loaded = self.on_all(
+            lambda replica: replica.prepare(
+                config,
+                num_gpu_blocks=num_gpu_blocks,
+                fit_max_model_len=fit_max_model_len,
+                reload=reload,
+                weights_version=weights_version,
+            )
+        )
+        statuses = self.get_status()
+        if differing_ranks(statuses) is not None and any(each.was_loaded for each in loaded):
+            known = [each.weights.version for each in statuses if each.weights is not None]
+            self.on_all(lambda replica: replica.weights.reload(version=max(known) + 1))
+            statuses = self.get_status()
+        check_same_weights(statuses, config.model.model)
+        return loaded
+
+    def on_all(self, operation: Callable[[WorkerGroup], ResultT]) -> list[ResultT]:
+        """Do one operation on all replicas at the same time, such as
+        `lambda replica: replica.memory.sleep()`; return the results in order.
+
+        It begins on none if one of them refuses operations: a daemon is lost, or the lease is. It
+        returns when it has ended on all. If it fails on some, the first one's error is raised, with
+        those of the others as notes; after that replicas may differ, as ranks do after an operation
+        that fails on some.
+        """
+        for replica in self.replicas:
+            replica.attachment.check_usable()
+        with ThreadPoolExecutor(len(self.replicas), thread_name_prefix="replica") as pool:
+            pending = [pool.submit(operation, replica) for replica in self.replicas]
+        errors = [error for error in (call.exception() for call in pending) if error is not None]
+        if errors:
+            for other in errors[1:]:
+                errors[0].add_note(f"and in another replica: {other}")
+            raise errors[0]
+        return [call.result() for call in pending]
+
+    def replace(
+        self, rank: int, endpoint: str | None = None, within_s: float = REPLACE_WITHIN_S
+    ) -> ReplacementReport:
+        """Replace a lost rank, as WorkerGroup.replace does. Only its replica relinks, under a newer
+        epoch of its own; the steps in flight of the others stay."""
+        return self.replica_of(rank).replace(rank, endpoint, within_s)
+
+    def detach(self) -> None:
+        """Detach from all daemons; models stay loaded. A replica that fails does not keep the
+        others from being detached."""
+        failure: WorkerDaemonError | None = None
+        for replica in self.replicas:
+            try:
+                replica.detach()
+            except WorkerDaemonError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def shutdown(self) -> None:
+        """Stop all daemons."""
+        for replica in self.replicas:
+            replica.shutdown()
+
+    def get_status(self) -> list[lc.Status]:
+        """Return every daemon's state, by rank."""
+        return [status for replica in self.replicas for status in replica.get_status()]

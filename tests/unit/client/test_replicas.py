@@ -1,0 +1,341 @@
+"""Replicas on fake daemons: attaching, loading and operating them together, and steps, failures and
+replacements of one that leave the others alone. Real daemons: tests/e2e/test_replicas.py."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from rpc_schema.config import ParallelConfig
+from rpc_schema.errors import ErrorCode, LeaseHeldError, WorkerError
+from tests.support.fake_daemon import HELD, FakeDaemon, Fault, reference_tokens
+from tests.support.waiting import wait_until
+from tests.unit.client.conftest import worker_config
+from worker_client.driver import Driver
+from worker_client.errors import ClientConfigError, WorkerDied
+from worker_client.group.failure_state import Ownership
+from worker_client.replicas.driver import DataParallelDriver
+from worker_client.replicas.group import DataParallelGroup
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler import Scheduler, scheduler_limits
+from worker_client.wire.lease import OWNER_CHECK_S, LeaseTerms
+from worker_client.worker_group import WorkerGroup
+
+NUM_TOKENS = 12
+
+
+def parallel_config(dp: int, pp: int = 1, tp: int = 1) -> ParallelConfig:
+    return ParallelConfig(pipeline_parallel_size=pp, tensor_parallel_size=tp, data_parallel_size=dp)
+
+
+@pytest.fixture
+def connected(fakes):
+    """Make a group of replicas on new fake daemons, not attached: connected(dp, pp, tp)."""
+    with contextlib.ExitStack() as opened:
+
+        def make(dp: int, pp: int = 1, tp: int = 1, **options):
+            daemons = fakes(dp * pp * tp)
+            parallel = parallel_config(dp, pp, tp)
+            group = DataParallelGroup(daemons.endpoints, parallel, **options)
+            config = replace(worker_config(pp, tp), parallel=parallel)
+            return opened.enter_context(group), config, daemons.daemons
+
+        yield make
+
+
+@pytest.fixture
+def served(connected):
+    """Make replicas that are ready, each with a driver: (group, drivers, daemons)."""
+
+    def make(dp: int, pp: int = 1, tp: int = 1):
+        group, config, daemons = connected(dp, pp, tp)
+        group.attach()
+        loaded = group.prepare(config)
+        assert not any(model.was_loaded for model in loaded)
+        drivers = [
+            Driver(replica, Scheduler(scheduler_limits(model, config)))
+            for replica, model in zip(group.replicas, loaded, strict=True)
+        ]
+        return group, drivers, daemons
+
+    return make
+
+
+def request_of(number: int) -> GenerationRequest:
+    prompt = np.arange(number + 1, dtype=np.int32)
+    return GenerationRequest(f"r{number}", prompt, max_tokens=NUM_TOKENS)
+
+
+def expected(number: int) -> list[int]:
+    return reference_tokens(range(number + 1), NUM_TOKENS, frozenset({7}))
+
+
+def run(driver: Driver, *numbers: int) -> None:
+    """Run requests to their end, and check their tokens."""
+    for number in numbers:
+        driver.add_request(request_of(number))
+    assert {each.req_id: each.token_ids for each in driver.run()} == {
+        f"r{number}": expected(number) for number in numbers
+    }
+
+
+def hold(daemon: FakeDaemon) -> None:
+    """Keep a daemon's replies back until its `let_go` is set."""
+    daemon._depart = lambda epoch, frames, delay_s=0.0: FakeDaemon._depart(
+        daemon, epoch, frames, HELD
+    )
+
+
+def beside(call) -> threading.Thread:
+    """Start a call on another thread."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread
+
+
+def follow(daemons: list[FakeDaemon], rank: int) -> None:
+    """Put a new daemon in the place of one that has ended."""
+    daemons[rank].kill()
+    daemons[rank] = FakeDaemon(daemons[rank].endpoint).start()
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 1), (1, 2)])
+def test_replicas_take_steps_of_their_own_under_one_epoch(served, pp, tp):
+    group, drivers, daemons = served(3, pp, tp)
+    assert [daemon.rank for daemon in daemons] == list(range(3 * pp * tp))
+    assert [status.rank for status in group.get_status()] == list(range(3 * pp * tp))
+    assert [daemon.link % 3 for daemon in daemons] == [0] * pp * tp + [1] * pp * tp + [2] * pp * tp
+    run(drivers[0], 1, 2, 3)
+    run(drivers[1], 4)
+    assert len({daemon.epoch for daemon in daemons}) == 1
+    assert [replica.output_rank for replica in group.replicas] == [
+        daemons.index(next(d for d in own if d._is_output))
+        for own in (daemons[pp * tp * n : pp * tp * (n + 1)] for n in range(3))
+    ]
+    by_replica = [{daemons[rank].num_executes for rank in r.ranks} for r in group.replicas]
+    assert [len(counts) for counts in by_replica] == [1, 1, 1], "all ranks of a replica"
+    (first,), (second,), (third,) = by_replica
+    assert first >= NUM_TOKENS and second >= NUM_TOKENS and third == 0
+    run(drivers[2], 5)
+    run(drivers[0], 6)
+
+
+def test_steps_are_in_flight_on_all_replicas_at_once(served):
+    group, drivers, daemons = served(2)
+    for daemon in daemons:
+        hold(daemon)
+    for number, driver in enumerate(drivers):
+        driver.add_request(request_of(number))
+    threads = [beside(driver.step) for driver in drivers]
+    wait_until(lambda: [replica.num_in_flight for replica in group.replicas] == [2, 2], "steps")
+    daemons[1].let_go.set()
+    threads[1].join()
+    assert group.replicas[0].num_in_flight == 2, "the other replica's are still out"
+    daemons[0].let_go.set()
+    threads[0].join()
+    for number, driver in enumerate(drivers):
+        (output,) = driver.run()
+        assert output.token_ids == expected(number)
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "dp", "message"),
+    [
+        (3, 2, "data_parallel_size 2 x pipeline_parallel_size 2 x tensor_parallel_size 1 needs 4"),
+        (5, 2, "needs 4 daemons"),
+        (0, 1, "needs 2 daemons"),
+    ],
+)
+def test_endpoints_that_do_not_fit_the_sizes_are_refused(endpoints, dp, message):
+    names = [f"ipc:///tmp/w{number}" for number in range(endpoints)]
+    with pytest.raises(ClientConfigError, match=message) as caught:
+        DataParallelGroup(names, parallel_config(dp, 2))
+    assert caught.value.field == "endpoints"
+
+
+def test_daemon_of_two_replicas_is_refused():
+    with pytest.raises(ClientConfigError, match="named twice"):
+        DataParallelGroup(["ipc:///tmp/w0", "ipc:///tmp/w0"], parallel_config(2))
+
+
+def test_group_of_one_replica_says_which(directory):
+    endpoints = [f"ipc://{directory}/w0"]
+    with pytest.raises(ClientConfigError, match="DataParallelGroup") as caught:
+        WorkerGroup(endpoints, parallel_config(2))
+    assert caught.value.field == "parallel.data_parallel_size"
+    for dp_rank in (-1, 2):
+        with pytest.raises(ClientConfigError, match="0 to 1") as caught:
+            WorkerGroup(endpoints, parallel_config(2), dp_rank=dp_rank)
+        assert caught.value.field == "dp_rank"
+
+
+def test_lease_is_taken_of_all_replicas_or_none(connected):
+    group, _, daemons = connected(2)
+    with WorkerGroup([daemons[1].endpoint], ParallelConfig()) as other:
+        other.attach()
+        with pytest.raises(LeaseHeldError):
+            group.attach(wait_for_lease_s=0.0)
+        assert daemons[0].epoch == 0
+        with WorkerGroup([daemons[0].endpoint], ParallelConfig()) as third:
+            third.attach(wait_for_lease_s=0.0)  # nothing of the attempt is left
+    group.attach()
+    assert daemons[0].epoch == daemons[1].epoch > 1
+    assert {replica.driver_id for replica in group.replicas} == {group.driver_id}
+
+
+def test_daemon_that_fails_to_attach_leaves_no_replica_attached(connected):
+    group, _, daemons = connected(3, lease=LeaseTerms(ttl_s=20.0))
+    original = daemons[1]._control_reply
+
+    def refuse(message):
+        if type(message).__name__ == "CommitAttach":
+            raise WorkerError("scripted")
+        return original(message)
+
+    daemons[1]._control_reply = refuse
+    with pytest.raises(WorkerError, match="scripted"):
+        group.attach()
+    daemons[1]._control_reply = original
+    with DataParallelGroup([daemon.endpoint for daemon in daemons], group.parallel) as other:
+        other.attach(wait_for_lease_s=0.0)
+
+
+def test_death_leaves_the_other_replicas_alone(served):
+    """Their steps in flight succeed, and they serve on under the same epoch, link and lease, while
+    the lost rank's replica refuses steps and is replaced."""
+    group, drivers, daemons = served(2, 2)
+    run(drivers[1], 1)
+    before = daemons[0].epoch, daemons[0].link
+    hold(daemons[1])
+    drivers[0].add_request(request_of(2))
+    thread = beside(drivers[0].step)
+    wait_until(lambda: daemons[1].num_executes == 3, "steps")
+    daemons[3].kill()
+    with pytest.raises(WorkerDied) as caught:
+        run(drivers[1], 3)
+    assert caught.value.rank == 3
+    with pytest.raises(WorkerDied):
+        group.on_all(lambda replica: replica.execute_dummy_batch())
+    daemons[1].let_go.set()
+    thread.join()
+    (output,) = drivers[0].run()
+    assert output.token_ids == expected(2) and not drivers[0].num_failures
+    follow(daemons, 3)
+    report = group.replace(3)
+    assert report.ranks == report.loaded_ranks == (3,)
+    (output,) = drivers[1].run()
+    assert output.token_ids == expected(3)
+    run(drivers[0], 4)
+    assert (daemons[0].epoch, daemons[0].link) == (daemons[1].epoch, daemons[1].link) == before
+    assert daemons[2].epoch == daemons[3].epoch > before[0]
+    assert daemons[2].link % 2 == daemons[3].link % 2 == 1
+    assert daemons[0].operations.count("CommitAttach") == 1, "never attached again"
+
+
+def test_replica_serves_while_another_is_replaced(served):
+    group, drivers, daemons = served(2)
+    daemons[1].kill()
+    with pytest.raises(WorkerDied):
+        run(drivers[1], 1)
+    thread = beside(partial(group.replace, 1))
+    owner = group.replicas[1]._state
+    wait_until(lambda: owner.state.ownership is Ownership.REPLACING, "the replacement")
+    run(drivers[0], 2, 3)
+    assert thread.is_alive(), "it waits for a daemon"
+    follow(daemons, 1)
+    thread.join()
+    assert [each.token_ids for each in drivers[1].run()] == [expected(1)]
+    time.sleep(3 * OWNER_CHECK_S)
+    other = WorkerGroup([daemons[1].endpoint], ParallelConfig())
+    with other, pytest.raises(LeaseHeldError):  # it is the attaching thread's, which lives
+        other.attach(wait_for_lease_s=0.0)
+
+
+def test_operation_begins_on_no_replica_if_one_refuses(served):
+    group, _, daemons = served(2)
+    daemons[1].kill()
+    with pytest.raises(WorkerDied):
+        while True:
+            group.replicas[1].look()
+    with pytest.raises(WorkerDied):
+        group.on_all(lambda replica: replica.reset("MODEL_LOADED"))
+    assert daemons[0].load == "READY" and "Reset" not in daemons[0].operations
+
+
+def test_operation_that_fails_on_a_replica_ends_on_all(served):
+    group, drivers, daemons = served(3)
+    for rank in (1, 2):
+        fault = Fault(0, code=ErrorCode.CAPACITY, message=f"full {rank}")
+        daemons[rank].warm_up_faults = [fault]
+    with pytest.raises(WorkerError, match="full 1") as caught:
+        group.on_all(lambda replica: replica.load_chain.compile_or_warm_up_model())
+    assert "full 2" in str(caught.value.__notes__)
+    assert daemons[0].operations.count("CompileOrWarmUpModel") == 2
+    run(drivers[0], 1)
+
+
+def test_next_driver_finds_the_replicas_at_their_own_seqs(served):
+    group, drivers, daemons = served(2, 1, 2)
+    run(drivers[0], 1)
+    run(drivers[0], 2)
+    run(drivers[1], 3)
+    seqs = [daemon.last_seq for daemon in daemons]
+    assert seqs[0] == seqs[1] != seqs[2] == seqs[3]
+    links, epoch = [daemon.link for daemon in daemons], daemons[0].epoch
+    config = replace(worker_config(1, 2), parallel=group.parallel)
+    group.close()
+    endpoints = [daemon.endpoint for daemon in daemons]
+    with DataParallelGroup(endpoints, group.parallel) as following:
+        following.attach()
+        loaded = following.prepare(config)
+        assert all(model.was_loaded for model in loaded)
+        assert [daemon.link for daemon in daemons] == links, "nothing had to relink"
+        assert {daemon.epoch for daemon in daemons} == {epoch + 1}
+        for number, (replica, model) in enumerate(zip(following.replicas, loaded, strict=True)):
+            run(Driver(replica, Scheduler(scheduler_limits(model, config))), number)
+
+
+def test_epochs_that_differ_after_a_replacement_are_one_again(served):
+    group, drivers, daemons = served(2, 2)
+    follow(daemons, 3)
+    group.replace(3)
+    assert daemons[3].epoch == daemons[2].epoch > daemons[1].epoch == daemons[0].epoch
+    group.attach()
+    assert len({daemon.epoch for daemon in daemons}) == 1
+    run(drivers[0], 1)
+    run(drivers[1], 2)
+
+
+def test_requests_go_to_the_replica_with_the_fewest(served):
+    _, drivers, daemons = served(2)
+
+    async def collect(driver: DataParallelDriver, number: int) -> list[int]:
+        return [t async for each in driver.generate(request_of(number)) for t in each.token_ids]
+
+    async def main() -> None:
+        opened = [partial(contextlib.nullcontext, driver) for driver in drivers]
+        async with DataParallelDriver(opened) as driver:
+            found = await asyncio.gather(*(collect(driver, number) for number in range(8)))
+            assert found == [expected(number) for number in range(8)]
+            admitted = [sum(len(e.scheduled_new_reqs) for e in d.executes) for d in daemons]
+            assert admitted == [4, 4]
+            daemons[0].kill()
+            with pytest.raises(WorkerDied):
+                await collect(driver, 9)
+            assert await collect(driver, 10) == expected(10)
+            daemons[1].kill()
+            for _ in range(2):
+                with pytest.raises(WorkerDied):
+                    await collect(driver, 11)
+
+    asyncio.run(main())
+
+
+def test_driver_of_no_replica_is_refused():
+    with pytest.raises(ClientConfigError, match="no replica"):
+        DataParallelDriver([])
