@@ -5,8 +5,9 @@ import json
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from rpc_schema.config import LoraConfig
+from rpc_schema.config import LoraConfig, ParallelConfig
 from rpc_schema.errors import (
     CapacityError,
     CheckpointError,
@@ -21,6 +22,7 @@ from worker_client.driver import Driver
 from worker_client.errors import (
     StepFailed,
 )
+from worker_client.replicas.group import DataParallelGroup
 from worker_client.scheduler import Scheduler
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 from worker_client.worker_group import WorkerGroup
@@ -66,6 +68,35 @@ def test_adapters_of_several_ranks_beside_base_rows(serve, base, merged, shape):
         run = generate(group, loaded, requests)
     assert run.tokens == expected
     assert run.driver.records and any(record.num_requests > 4 for record in run.driver.records)
+
+
+def test_adapters_have_one_id_and_version_in_all_replicas(daemons, base, merged):
+    config = worker_config(base.path, lora=ROOM)
+    config = replace(config, parallel=ParallelConfig(data_parallel_size=2))
+    with DataParallelGroup(daemons.endpoints(2), config.parallel, lease=LONG_LEASE) as group:
+        group.attach(force=True)
+        loaded = group.prepare(config, num_gpu_blocks=256, reload=True)
+        group.replicas[1].loras.add("fourth")
+        every, attention = group.loras.add("every"), group.loras.add("attention")
+        fourth = group.loras.add("fourth")  # as replica 1 has it
+        known = [dict(replica.loras.known) for replica in group.replicas]
+        assert [*map(len, known)] == [3, 3] and known[0].keys() == known[1].keys()
+        for adapter in (every, attention, fourth):
+            mine = [of_one[adapter.lora_id] for of_one in known]
+            assert {(each.name, each.version) for each in mine} == {(adapter.name, adapter.version)}
+        for lora_id in (every.lora_id, 77):
+            taken = "every" if lora_id == 77 else "patterns"
+            with pytest.raises(ConfigError):
+                group.loras.add(taken, lora_id)
+        group.replicas[0].loras.add("patterns", 9)
+        with pytest.raises(ConfigError):  # replica 1 has it, replica 0 something else of that id
+            group.loras.add("patterns", every.lora_id)
+        assert group.loras.remove(9) and not group.loras.remove(9)
+        assert [*map(len, (replica.loras.known for replica in group.replicas))] == [3, 3]
+        models = [(base, None), (merged["every"], every), (merged["fourth"], fourth)]
+        for replica, model, seed in zip(group.replicas, loaded, (1, 2), strict=True):
+            requests, expected = adapted_requests(models, seed, 6)
+            assert generate(replica, model, requests).tokens == expected
 
 
 def test_replicated_kv_heads(serve, checkpoint):

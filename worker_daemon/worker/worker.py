@@ -604,7 +604,7 @@ class Worker:
         """Leave the link, and open a new one. Weights, KV cache and rows stay.
 
         Raises:
-            ConfigError: it is a link of another replica; nothing has changed.
+            ConfigError: it is a link of another replica.
             CommError: the other ranks did not connect. This rank then has no link; another relink
                 may follow.
         """

@@ -53,6 +53,11 @@ class GroupAdapter(NamedTuple):
         return LoraRequest(name=self.name, lora_id=self.lora_id, version=self.version)
 
 
+def new_adapter_version() -> int:
+    """Return a version for an adapter that is about to be read."""
+    return 1 + int.from_bytes(os.urandom(_VERSION_BYTES), "little")
+
+
 class Committed(NamedTuple):
     """An adapter that was added, or was there."""
 
@@ -64,12 +69,20 @@ class Committed(NamedTuple):
 class AddTask:
     """An adapter being added to all ranks. Belongs to the group's thread."""
 
-    def __init__(self, adapters: "GroupLoras", name: str, lora_id: int, *, load_inplace: bool):
+    def __init__(
+        self,
+        adapters: "GroupLoras",
+        name: str,
+        lora_id: int,
+        *,
+        load_inplace: bool,
+        version: int | None = None,
+    ) -> None:
         self._adapters = adapters
         self._name = name
         self._lora_id = lora_id
         self._load_inplace = load_inplace
-        self._version = 1 + int.from_bytes(os.urandom(_VERSION_BYTES), "little")
+        self._version = new_adapter_version() if version is None else version
         self.adapter: GroupAdapter | None = None
         """The adapter, once it is added."""
 
@@ -119,7 +132,12 @@ class GroupLoras:
         return self._known
 
     def add(
-        self, name: str, lora_id: int | None = None, *, load_inplace: bool = False
+        self,
+        name: str,
+        lora_id: int | None = None,
+        *,
+        load_inplace: bool = False,
+        version: int | None = None,
     ) -> GroupAdapter:
         """Put an adapter below the daemons' --lora-root into every rank's host memory, and return
         it: requests name it by its `extension`. Daemons keep running steps, but this call blocks
@@ -127,7 +145,8 @@ class GroupLoras:
 
         lora_id: by default its current ID, or a free one. An adapter that is already in host memory
         only counts as used, unless load_inplace replaces it. The least recently used adapter is
-        evicted if there is no room: see `known`.
+        evicted if there is no room: see `known`. version: its version if it is read now, the same
+        for all replicas that read it; None: a new one.
 
         Raises:
             ConfigError: it is not supported, or exceeds max_lora_rank; the model was loaded
@@ -135,10 +154,15 @@ class GroupLoras:
             CheckpointError: its files are missing or faulty.
             CapacityError: all adapters are pinned. Whatever is raised, nothing has changed.
         """
-        return self.begin_add(name, lora_id, load_inplace=load_inplace).finish()
+        return self.begin_add(name, lora_id, load_inplace=load_inplace, version=version).finish()
 
     def begin_add(
-        self, name: str, lora_id: int | None = None, *, load_inplace: bool = False
+        self,
+        name: str,
+        lora_id: int | None = None,
+        *,
+        load_inplace: bool = False,
+        version: int | None = None,
     ) -> AddTask:
         """Begin to add an adapter: call its proceed() between steps, until that returns False."""
         _check_field("name", name, "a text of 1 to 256 characters, as UTF-8 has them")
@@ -146,7 +170,7 @@ class GroupLoras:
             lora_id = self._id_for(name)
         _check_id(lora_id)
         _check_field("load_inplace", load_inplace, "True or False")
-        return AddTask(self, name, lora_id, load_inplace=load_inplace)
+        return AddTask(self, name, lora_id, load_inplace=load_inplace, version=version)
 
     def is_there(self, name: str, lora_id: int) -> bool:
         """Return True if all ranks have the adapter with this name and id."""

@@ -1,5 +1,6 @@
 """Data parallelism: several replicas of a model as one. Each replica is a WorkerGroup.
 
 group.py     attaches to the daemons of all replicas, loads them, and does one operation on all
+loras.py     adapters that all replicas have
 driver.py    serves an asyncio program's requests, each on the replica that has the fewest
 """

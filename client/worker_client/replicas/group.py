@@ -14,6 +14,7 @@ from worker_client.group.attaching import LEASE_WAIT_S, attach_together
 from worker_client.group.loading import LoadedGroup
 from worker_client.group.replacement import REPLACE_WITHIN_S, ReplacementReport
 from worker_client.group.weights_state import check_same_weights, differing_ranks
+from worker_client.replicas.loras import ReplicaLoras
 from worker_client.wire.endpoint import new_driver_id
 from worker_client.wire.keys import NO_KEYS, Keys
 from worker_client.wire.lease import LeaseTerms
@@ -71,6 +72,7 @@ class DataParallelGroup:
                 replicas.append(opened.enter_context(replica))
             self.replicas = tuple(replicas)
             """Groups that Driver takes, by dp_rank."""
+            self.loras = ReplicaLoras(self.replicas, self.on_all)
             self._opened = opened.pop_all()
 
     def __enter__(self) -> "DataParallelGroup":
@@ -142,11 +144,18 @@ class DataParallelGroup:
         )
         statuses = self.get_status()
         if differing_ranks(statuses) is not None and any(each.was_loaded for each in loaded):
-            known = [each.weights.version for each in statuses if each.weights is not None]
-            self.on_all(lambda replica: replica.weights.reload(version=max(known) + 1))
+            version = self.next_weights_version
+            self.on_all(lambda replica: replica.weights.reload(version=version))
             statuses = self.get_status()
         check_same_weights(statuses, config.model.model)
         return loaded
+
+    @property
+    def next_weights_version(self) -> int:
+        """Number for the next version of the weights, larger than that of any rank. Give it to an
+        update or a reload of all replicas, so that they have the same."""
+        weights = [status.weights for status in self.get_status()]
+        return 1 + max((each.version for each in weights if each is not None), default=0)
 
     def on_all(self, operation: Callable[[WorkerGroup], ResultT]) -> list[ResultT]:
         """Do one operation on all replicas at the same time, such as

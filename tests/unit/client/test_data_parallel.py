@@ -13,11 +13,13 @@ from msgspec.structs import replace
 
 from rpc_schema.config import ParallelConfig
 from rpc_schema.errors import ErrorCode, LeaseHeldError, WorkerError
+from rpc_schema.identity import ContentIdentity
+from rpc_schema.weight_transfer import WeightsStatus
 from tests.support.fake_daemon import HELD, FakeDaemon, Fault, reference_tokens
 from tests.support.waiting import wait_until
 from tests.unit.client.conftest import worker_config
 from worker_client.driver import Driver
-from worker_client.errors import ClientConfigError, WorkerDied
+from worker_client.errors import ClientConfigError, ContentMismatchError, WorkerDied
 from worker_client.group.failure_state import Ownership
 from worker_client.replicas.driver import DataParallelDriver
 from worker_client.replicas.group import DataParallelGroup
@@ -277,6 +279,34 @@ def test_operation_that_fails_on_a_replica_ends_on_all(served):
     assert "full 2" in str(caught.value.__notes__)
     assert daemons[0].operations.count("CompileOrWarmUpModel") == 2
     run(drivers[0], 1)
+
+
+def test_replicas_of_different_files_are_refused(connected):
+    group, config, daemons = connected(2, 2)
+    group.attach()
+
+    def holding(daemon: FakeDaemon, content: bytes) -> None:
+        weights = WeightsStatus(
+            state="whole",
+            num_tensors=1,
+            version=0,
+            num_dirty=0,
+            dirty=(),
+            num_missing=0,
+            missing=(),
+            identity=ContentIdentity(content=content * 32, stamps=b"files"),
+        )
+        daemon.status = lambda: replace(FakeDaemon.status(daemon), weights=weights)
+
+    for rank, content in enumerate([b"a", b"a", b"b", b"b"]):
+        holding(daemons[rank], content)
+    message = "rank 0 .* and rank 2 .* hold different weights"
+    with pytest.raises(ContentMismatchError, match=message) as caught:
+        group.prepare(config)
+    assert caught.value.field == "model.model"
+    for rank in (2, 3):
+        holding(daemons[rank], b"a")
+    assert all(model.was_loaded for model in group.prepare(config))
 
 
 def test_next_driver_finds_the_replicas_at_their_own_seqs(served):
