@@ -3,9 +3,12 @@ replacements of one that leave the others alone. Real daemons: tests/e2e/test_re
 
 import asyncio
 import contextlib
+import re
 import threading
 import time
 from functools import partial
+from itertools import repeat
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -119,10 +122,14 @@ def test_replicas_take_steps_of_their_own_under_one_epoch(served, pp, tp):
         daemons.index(next(d for d in own if d._is_output))
         for own in (daemons[pp * tp * n : pp * tp * (n + 1)] for n in range(3))
     ]
-    by_replica = [{daemons[rank].num_executes for rank in r.ranks} for r in group.replicas]
-    assert [len(counts) for counts in by_replica] == [1, 1, 1], "all ranks of a replica"
-    (first,), (second,), (third,) = by_replica
-    assert first >= NUM_TOKENS and second >= NUM_TOKENS and third == 0
+
+    def steps_of(dp_rank: int) -> list[int]:
+        return [daemons[rank].num_executes for rank in group.replicas[dp_rank].ranks]
+
+    for dp_rank in (0, 1):
+        wait_until(lambda own=dp_rank: len({*steps_of(own)}) == 1, "all ranks of the replica")
+        assert min(steps_of(dp_rank)) >= NUM_TOKENS
+    assert not any(steps_of(2))
     run(drivers[2], 5)
     run(drivers[0], 6)
 
@@ -314,8 +321,10 @@ def test_next_driver_finds_the_replicas_at_their_own_seqs(served):
     run(drivers[0], 1)
     run(drivers[0], 2)
     run(drivers[1], 3)
-    seqs = [daemon.last_seq for daemon in daemons]
-    assert seqs[0] == seqs[1] != seqs[2] == seqs[3]
+    first, second, third, fourth = daemons
+    wait_until(lambda: first.last_seq == second.last_seq, "the rank that owes no outcome")
+    wait_until(lambda: third.last_seq == fourth.last_seq, "the rank that owes no outcome")
+    assert first.last_seq != third.last_seq
     links, epoch = [daemon.link for daemon in daemons], daemons[0].epoch
     config = replace(worker_config(1, 2), parallel=group.parallel)
     group.close()
@@ -364,6 +373,36 @@ def test_requests_go_to_the_replica_with_the_fewest(served):
                     await collect(driver, 11)
 
     asyncio.run(main())
+
+
+def test_the_documented_example_runs(connected):
+    """Also while a daemon dies: its replica's requests wait for the next one, and end."""
+    _, config, daemons = connected(2)
+    text = (Path(__file__).parents[3] / "docs" / "scheduler-cookbook.md").read_text()
+    (source,) = (
+        block
+        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        if "DataParallelDriver" in block
+    )
+    found: dict[str, list[int]] = {}
+
+    async def show(driver: DataParallelDriver, request: GenerationRequest) -> None:
+        async for progress in driver.generate(request):
+            found.setdefault(request.id, []).extend(progress.token_ids)
+            if request.id == "r3" and len(found["r3"]) == 2:
+                daemons[1].kill()
+                threading.Timer(0.5, follow, (daemons, 1)).start()
+
+    names = globals() | {
+        "repeat": repeat,
+        "show": show,
+        "config": config,
+        "endpoints": [daemon.endpoint for daemon in daemons],
+    }
+    exec(compile(source, "docs/scheduler-cookbook.md", "exec"), names)  # noqa: S102
+    asyncio.run(names["serve"]([request_of(number) for number in range(6)]))
+    assert found == {f"r{number}": expected(number) for number in range(6)}
+    assert daemons[1].operations.count("LoadModel") == 1, "the successor, for its replica"
 
 
 def test_driver_of_no_replica_is_refused():
