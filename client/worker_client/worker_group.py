@@ -205,7 +205,11 @@ class WorkerGroup:
                 lack of memory. It may be tried again.
             WorkerError: the new daemon refuses the model or the device.
             ClientError: nothing was loaded that a new daemon could load.
+            ClientConfigError: the group has no such rank.
         """
+        if rank not in self.ranks:
+            fix = f"use one of {list(self.ranks)}"
+            raise config_error("rank", rank, "the group has no such rank", fix)
         if self._loaded is None:
             raise ClientError(
                 "the group has loaded nothing that a new daemon could load: once the lost daemon "

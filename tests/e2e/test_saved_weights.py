@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from rpc_schema.config import ParallelConfig
 from rpc_schema.errors import (
@@ -30,6 +31,7 @@ from tests.support.serving import (
 from worker_client.errors import (
     WorkerDied,
 )
+from worker_client.replicas.group import DataParallelGroup
 from worker_client.worker_group import WorkerGroup
 
 
@@ -89,6 +91,29 @@ def test_round_trip_of_a_group(pair, save_root, model, requests, pp, tp):
         group.prepare(config, num_gpu_blocks=64, reload=True, weights_version=12)
         assert group.weights.version.number == 12
     assert len(list((save_root / name).iterdir())) == 2
+
+
+def test_every_replica_reads_and_writes_the_same_set(pair, save_root, model, requests):
+    """A set has one replica's ranks, so the second replica's first rank reads the first one's."""
+
+    def configured(path, **options):
+        config = worker_config(path, **options)
+        return replace(config, parallel=ParallelConfig(data_parallel_size=2))
+
+    written, read = (
+        configured(model.path),
+        configured(save_root / "one", load_format="sharded_state"),
+    )
+    with DataParallelGroup(pair.endpoints, read.parallel, lease=LONG_LEASE) as group:
+        group.attach(force=True)
+        group.prepare(written, num_gpu_blocks=256, reload=True)
+        (before,) = checksums(group.replicas[0])
+        (reply,) = group.replicas[1].weights.save_sharded_state("one")
+        assert reply.rank == 1
+        loaded = group.prepare(read, num_gpu_blocks=256, reload=True)
+        for replica, own in zip(group.replicas, loaded, strict=True):
+            assert checksums(replica) == [before]
+            assert_greedy(generate(replica, own, requests), model, requests)
 
 
 def test_command_line_generates_from_a_saved_set(pair, save_root, model, requests, tmp_path):

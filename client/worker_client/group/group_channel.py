@@ -585,7 +585,7 @@ class GroupChannel:
         ranks = self.daemons.ranks
         rank = reply.rank if reply.rank in ranks else ranks[-1]
         endpoint = self.daemons.client(rank).endpoint.control
-        return remote_error(reply, rank=reply.rank, endpoint=endpoint)
+        return remote_error(reply, rank=rank, endpoint=endpoint)
 
     def _read_events_now_and_then(self) -> None:
         """Process the daemons' events at the rate at which they come: their queue must not fill
@@ -612,8 +612,9 @@ class GroupChannel:
     def _take_event(self, event: EventMessage) -> None:
         match event:
             case lc.Heartbeat():
-                if event.epoch == self.epoch:
-                    self._state.report_drain(event.rank, drains=event.drains)
+                rank = self.daemons.watch.rank_of(event.worker_uid)
+                if event.epoch == self.epoch and rank is not None:
+                    self._state.report_drain(rank, drains=event.drains)
                     self._resending.heard(event, self._outstanding or self._seq + 1)
                 if self._gather is not None and self.on_progress is not None:
                     self.on_progress(

@@ -174,7 +174,7 @@ class Watch:
     def heard(self, beat: Heartbeat, *, operating: bool) -> None:
         """Record a heartbeat. operating: an operation is running, which may have announced a long
         silence; heartbeats of an earlier one may arrive late."""
-        rank = self._rank_of(beat.worker_uid)
+        rank = self.rank_of(beat.worker_uid)
         if rank is None:
             return
         entry = self._ranks[rank]
@@ -187,7 +187,7 @@ class Watch:
 
     def report(self, event: Hung | Slow) -> None:
         """Record a daemon's report on itself."""
-        rank = self._rank_of(event.worker_uid)
+        rank = self.rank_of(event.worker_uid)
         if rank is None:
             return
         if isinstance(event, Hung):
@@ -253,7 +253,9 @@ class Watch:
         elif silent_s >= SUSPECT_AFTER_S:
             self._suspect(rank, "progress", f"no heartbeat for {silent_s:.1f} s")
 
-    def _rank_of(self, uid: bytes) -> int | None:
+    def rank_of(self, uid: bytes) -> int | None:
+        """Return the rank of the daemon that was met with this uid, whatever number it reports: a
+        daemon learns its rank only when it is loaded."""
         return next((rank for rank, entry in self._ranks.items() if entry.uid == uid), None)
 
     def _suspect(self, rank: int, signal: Signal, detail: str) -> None:

@@ -15,7 +15,12 @@ import pytest
 from msgspec.structs import replace
 
 from rpc_schema.config import ParallelConfig
-from rpc_schema.errors import ErrorCode, LeaseHeldError, WorkerError
+from rpc_schema.errors import (
+    DrainingError,
+    ErrorCode,
+    LeaseHeldError,
+    WorkerError,
+)
 from rpc_schema.identity import ContentIdentity
 from rpc_schema.weight_transfer import WeightsStatus
 from tests.support.fake_daemon import HELD, FakeDaemon, Fault, reference_tokens
@@ -23,7 +28,7 @@ from tests.support.waiting import wait_until
 from tests.unit.client.conftest import worker_config
 from worker_client.driver import Driver
 from worker_client.errors import ClientConfigError, ContentMismatchError, WorkerDied
-from worker_client.group.failure_state import Ownership
+from worker_client.group.failure_state import DrainState, Ownership
 from worker_client.replicas.driver import DataParallelDriver
 from worker_client.replicas.group import DataParallelGroup
 from worker_client.requests import GenerationRequest
@@ -263,6 +268,44 @@ def test_replica_serves_while_another_is_replaced(served):
     other = WorkerGroup([daemons[1].endpoint], ParallelConfig())
     with other, pytest.raises(LeaseHeldError):  # it is the attaching thread's, which lives
         other.attach(wait_for_lease_s=0.0)
+
+
+def test_rank_of_another_replica_is_not_replaced(served):
+    group, drivers, _ = served(2)
+    for rank in (0, 2, -1):
+        with pytest.raises(ClientConfigError, match="no such rank") as caught:
+            group.replicas[1].replace(rank)
+        assert caught.value.field == "rank"
+    with pytest.raises(ClientConfigError, match="use 0 to 1"):
+        group.replace(2)
+    assert group.replicas[0].watch.liveness == group.replicas[1].watch.liveness == ["alive"]
+    run(drivers[0], 1)
+
+
+def test_drained_daemon_drains_its_replica_alone(served):
+    """Whatever rank it reports: it is known by its identity."""
+    group, drivers, daemons = served(2)
+    daemon, owner = daemons[1], group.replicas[1]._state
+    daemon._heartbeat = lambda: replace(FakeDaemon._heartbeat(daemon), rank=0, drains=True)
+
+    def is_known() -> bool:
+        group.replicas[1].look()
+        return owner.state.drain is DrainState.DRAINING
+
+    wait_until(is_known, "the drain")
+    with pytest.raises(DrainingError, match=re.escape(f"rank 1 at {daemon.endpoint}")):
+        run(drivers[1], 1)
+    run(drivers[0], 2)
+
+
+def test_failure_before_a_daemon_knows_its_rank_names_it(connected):
+    """It reports rank 0, as every daemon does that was not loaded."""
+    group, config, daemons = connected(2)
+    group.attach()
+    daemons[1].load = "READY"
+    with pytest.raises(WorkerError) as caught:
+        group.replicas[1].load_chain.load_model(config)
+    assert (caught.value.rank, caught.value.endpoint) == (1, daemons[1].endpoint)
 
 
 def test_operation_begins_on_no_replica_if_one_refuses(served):
