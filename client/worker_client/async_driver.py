@@ -20,7 +20,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -39,6 +39,8 @@ DRAIN_CHECK_S: Final = 0.2
 """Time between two attempts to send a step while an operator drains the group."""
 
 _LOG = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 OpenDriver: TypeAlias = Callable[[], AbstractContextManager[Driver]]
 
@@ -73,8 +75,11 @@ class AsyncDriver:
         self._room = asyncio.Semaphore(max_requests)
         self._loop = _DriverLoop(open_driver, self._end)
         self._streams: set[_Stream] = set()
+        self._calls: set[asyncio.Future[Any]] = set()
+        """Calls that have no result yet."""
         self._serials = itertools.count()
         self._error: Exception | None = None
+        self._has_ended = asyncio.Event()
 
     async def __aenter__(self) -> "AsyncDriver":
         """Start the thread, and wait until it can serve. Raises what open_driver raises."""
@@ -98,6 +103,27 @@ class AsyncDriver:
     def error(self) -> Exception | None:
         """The error with which the driver has ended; None while it serves."""
         return self._error
+
+    async def wait_ended(self) -> Exception:
+        """Wait until the driver has ended; return its error."""
+        await self._has_ended.wait()
+        assert self._error is not None, "set with the event"
+        return self._error
+
+    async def call(self, work: Callable[[Driver], T]) -> T:
+        """Call a function with the driver, on its thread and between two steps: no step runs
+        meanwhile. Return its result, or raise its error. It has no way back once it has begun.
+
+        Raises:
+            DriverClosed, WorkerDaemonError: as generate does.
+        """
+        if self._error is not None:
+            raise self._error
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        self._loop.call(work, future)
+        return await future
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
         """Serve a request; yield its tokens as they come. The last value of each sample has its
@@ -143,8 +169,11 @@ class AsyncDriver:
         """Fail every request, and those to come."""
         if self._error is None:
             self._error = error
+        self._has_ended.set()
         for stream in self._streams:
             stream.fail(self._error)
+        for future in tuple(self._calls):
+            _resolve(future, None, self._error)
 
 
 class _Stream:
@@ -207,6 +236,11 @@ class _Abort(NamedTuple):
     stream: _Stream
 
 
+class _Call(NamedTuple):
+    work: Callable[[Driver], Any]
+    future: "asyncio.Future[Any]"
+
+
 class _DriverLoop:
     """The thread: takes commands between steps, and reports after each."""
 
@@ -214,7 +248,7 @@ class _DriverLoop:
         """on_end is called on the event loop with the error with which the thread ends."""
         self._open_driver = open_driver
         self._on_end = on_end
-        self._commands: queue.SimpleQueue[_Add | _Abort | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Add | _Abort | _Call | None] = queue.SimpleQueue()
         """None: stop."""
         self._thread: threading.Thread | None = None
         self._streams: dict[str, _Stream] = {}
@@ -239,6 +273,10 @@ class _DriverLoop:
         """End a request early."""
         self._commands.put(_Abort(req_id, stream))
 
+    def call(self, work: Callable[[Driver], T], future: "asyncio.Future[T]") -> None:
+        """Call a function; the future gets its result."""
+        self._commands.put(_Call(work, future))
+
     def stop(self) -> None:
         """Abort all requests, close the group and end the thread."""
         self._commands.put(None)
@@ -253,7 +291,7 @@ class _DriverLoop:
     def _run(self, loop: asyncio.AbstractEventLoop, ready: "asyncio.Future[None]") -> None:
         try:
             with self._open_driver() as driver:
-                loop.call_soon_threadsafe(_resolve, ready, None)
+                loop.call_soon_threadsafe(_resolve, ready, None, None)
                 while self._take_commands(driver):
                     updates = self._step(driver)
                     if updates:
@@ -262,7 +300,7 @@ class _DriverLoop:
         except BaseException as error:  # every request ends with it
             reason = error if isinstance(error, Exception) else _ended_by(error)
             with contextlib.suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(_resolve, ready, reason)
+                loop.call_soon_threadsafe(_resolve, ready, None, reason)
                 loop.call_soon_threadsafe(self._on_end, reason)
 
     def _take_commands(self, driver: Driver) -> bool:
@@ -278,6 +316,8 @@ class _DriverLoop:
                 if isinstance(command, _Abort):
                     self._abort(driver, command.req_id)
                     self._forget(command.stream.names)
+                elif isinstance(command, _Call):
+                    self._call(driver, command)
                 else:
                     self._add(driver, command)
         return True
@@ -291,6 +331,18 @@ class _DriverLoop:
         for sample in command.stream.names:
             self._streams[sample] = command.stream
             self._num_reported[sample] = 0
+
+    @staticmethod
+    def _call(driver: Driver, command: _Call) -> None:
+        if command.future.cancelled():
+            return
+        result, failure = None, None
+        try:
+            result = command.work(driver)
+        except Exception as error:  # it is the caller's
+            failure = error
+        loop = command.future.get_loop()
+        loop.call_soon_threadsafe(_resolve, command.future, result, failure)
 
     @staticmethod
     def _abort(driver: Driver, req_id: str) -> None:
@@ -360,10 +412,10 @@ def _ended_by(error: BaseException) -> ClientError:
     return ClientError(f"the driver's thread has ended by {type(error).__name__}: {error}")
 
 
-def _resolve(ready: "asyncio.Future[None]", error: Exception | None) -> None:
-    if ready.done():
+def _resolve(future: "asyncio.Future[T]", result: T, error: Exception | None) -> None:
+    if future.done():
         return
     if error is None:
-        ready.set_result(None)
+        future.set_result(result)
     else:
-        ready.set_exception(error)
+        future.set_exception(error)
