@@ -28,7 +28,7 @@ from rpc_schema.errors import DrainingError, WorkerDaemonError
 from worker_client.driver import Driver
 from worker_client.errors import ClientError, DriverClosed, InvalidSchedulerOutput
 from worker_client.inputs.request_checks import checked_id, validated
-from worker_client.requests import GenerationRequest, forked, hashed, seeded
+from worker_client.requests import GenerationRequest, Reports, forked, hashed, seeded
 from worker_client.scheduler import RequestOutput
 
 MAX_REQUESTS: Final = 4096
@@ -56,6 +56,16 @@ class StreamingScheduler(Protocol):
         request."""
 
 
+@runtime_checkable
+class ReportingScheduler(Protocol):
+    """A scheduler that shows the log probabilities of unfinished requests, as the reference
+    scheduler does. With another one, they come when the request ends."""
+
+    def generated_reports(self, req_id: str, first: int) -> Reports:
+        """Return what a request reports on its generated tokens from number `first` on, and on its
+        prompt."""
+
+
 class RequestProgress(NamedTuple):
     """New tokens of a request, or of one of its samples."""
 
@@ -65,6 +75,9 @@ class RequestProgress(NamedTuple):
     """Tokens since the last RequestProgress of this id."""
     output: RequestOutput | None
     """The whole output, once it has ended."""
+    reports: Reports | None = None
+    """Log probabilities of these tokens, and with the first of them those of the prompt, if the
+    request asked for any."""
 
 
 class AsyncDriver:
@@ -193,7 +206,7 @@ class _Stream:
         """Add the progress of a step."""
         before = self._waiting.get(progress.req_id)
         if before is not None:
-            progress = progress._replace(token_ids=before.token_ids + progress.token_ids)
+            progress = _joined(before, progress)
         self._waiting[progress.req_id] = progress
         self._changed.set()
 
@@ -213,6 +226,17 @@ class _Stream:
             self._changed.clear()
         self.left.difference_update(name for name, progress in waiting.items() if progress.output)
         return list(waiting.values())
+
+
+def _joined(first: RequestProgress, second: RequestProgress) -> RequestProgress:
+    """Return the progress of two steps as that of one."""
+    reports = second.reports
+    if first.reports is not None and reports is not None:
+        own, more = first.reports.logprobs, reports.logprobs
+        logprobs = None if own is None or more is None else own + more
+        reports = Reports(logprobs, first.reports.prompt_logprobs or reports.prompt_logprobs)
+    token_ids = first.token_ids + second.token_ids
+    return second._replace(token_ids=token_ids, reports=reports)
 
 
 _Update: TypeAlias = tuple[_Stream, RequestProgress | Exception]
@@ -255,6 +279,8 @@ class _DriverLoop:
         """By the id of an unfinished sample."""
         self._num_reported: dict[str, int] = {}
         """Likewise, the number of tokens that were reported."""
+        self._reporting: set[str] = set()
+        """Unfinished samples whose requests asked for log probabilities."""
         self._refused: list[_Update] = []
         """Requests that were refused, to be reported after the next step."""
 
@@ -331,6 +357,9 @@ class _DriverLoop:
         for sample in command.stream.names:
             self._streams[sample] = command.stream
             self._num_reported[sample] = 0
+        sampling = command.request.sampling
+        if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+            self._reporting.update(command.stream.names)
 
     @staticmethod
     def _call(driver: Driver, command: _Call) -> None:
@@ -366,6 +395,7 @@ class _DriverLoop:
         for sample in samples:
             self._streams.pop(sample, None)
             self._num_reported.pop(sample, None)
+            self._reporting.discard(sample)
 
     def _step(self, driver: Driver) -> list[_Update]:
         """Run a step, if there is one; return the updates of its requests."""
@@ -384,19 +414,33 @@ class _DriverLoop:
             if stream is not None:  # else it was aborted
                 first, name = self._num_reported.pop(output.req_id), stream.names[output.req_id]
                 named = replace(output, req_id=name)
-                updates.append((stream, RequestProgress(name, output.token_ids[first:], named)))
+                reports = self._last_reports(output, first) if self._reporting else None
+                tokens = output.token_ids[first:]
+                updates.append((stream, RequestProgress(name, tokens, named, reports)))
         if isinstance(driver.scheduler, StreamingScheduler):
             updates += self._new_tokens(driver.scheduler)
         return updates
 
     def _new_tokens(self, scheduler: StreamingScheduler) -> Iterator[_Update]:
         """Yield the tokens of unfinished requests that were not reported yet."""
+        is_asked = bool(self._reporting)
+        reporter = scheduler if is_asked and isinstance(scheduler, ReportingScheduler) else None
         for sample, first in self._num_reported.items():
             tokens = scheduler.generated_tokens(sample, first)
             if tokens:
                 self._num_reported[sample] = first + len(tokens)
-                stream = self._streams[sample]
-                yield stream, RequestProgress(stream.names[sample], tokens, None)
+                stream, reports = self._streams[sample], None
+                if reporter is not None and sample in self._reporting:
+                    reports = _from_first(reporter.generated_reports(sample, first), first)
+                yield stream, RequestProgress(stream.names[sample], tokens, None, reports)
+
+    def _last_reports(self, output: RequestOutput, first: int) -> Reports | None:
+        """Return what a sample that has ended reports on its tokens from number `first` on."""
+        if output.req_id not in self._reporting:
+            return None
+        self._reporting.discard(output.req_id)
+        logprobs = None if output.logprobs is None else output.logprobs[first:]
+        return _from_first(Reports(logprobs, output.prompt_logprobs), first)
 
     def _abort_all(self, driver: Driver) -> None:
         """End what is unfinished, and let the daemons drop its rows."""
@@ -405,6 +449,11 @@ class _DriverLoop:
         with contextlib.suppress(WorkerDaemonError):
             for _ in driver.run():
                 pass
+
+
+def _from_first(reports: Reports, first: int) -> Reports:
+    """Return reports with those of the prompt only if they begin with the first token."""
+    return reports._replace(prompt_logprobs=None) if first else reports
 
 
 def _ended_by(error: BaseException) -> ClientError:

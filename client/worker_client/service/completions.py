@@ -11,12 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from worker_client.errors import request_error
-from worker_client.requests import GenerationRequest, PromptTokenIds, RequestOutput
+from worker_client.requests import GenerationRequest, PromptTokenIds
 from worker_client.scheduler_output import Logprobs
 from worker_client.service.context import ServiceContext
 from worker_client.service.engine import Engine, Model, Part, Prompt, renamed
 from worker_client.service.fields import Fields, read_fields
-from worker_client.service.logprobs import CompletionLogprobs
+from worker_client.service.logprobs import CompletionLogprobs, joined
 from worker_client.service.options import OPTIONS, take_options
 from worker_client.service.streaming import (
     JsonObject,
@@ -51,7 +51,7 @@ def completions_router(context: ServiceContext) -> APIRouter:
         fields = await read_fields(http, settings)
         model = engine.take_model(fields)
         streaming = take_stream_options(fields)
-        asked = _Asked(fields, settings.max_prompts, stream=streaming.stream)
+        asked = _Asked(fields, settings.max_prompts)
         options = take_options(fields)
         fields.check_empty((*OPTIONS, *_OWN))
         asked.check_best_of(options)
@@ -66,7 +66,7 @@ def completions_router(context: ServiceContext) -> APIRouter:
 class _Asked:
     """The fields of a body that are completions' own. Raises RequestError."""
 
-    def __init__(self, fields: Fields, max_prompts: int, *, stream: bool) -> None:
+    def __init__(self, fields: Fields, max_prompts: int) -> None:
         for name, (problem, fix) in _REFUSED.items():
             fields.refuse(name, problem, fix)
         self.prompts = _prompts(fields, max_prompts)
@@ -74,9 +74,6 @@ class _Asked:
         self.echo: bool = fields.take("echo", bool, False)
         self.num_logprobs: int | None = fields.take("logprobs", NumLogprobs, None)
         self.add_special_tokens: bool = fields.take("add_special_tokens", bool, True)
-        if stream and self.echo and self.num_logprobs is not None:
-            fix = "leave out one of echo, logprobs and stream"
-            raise request_error("echo", True, "no log probabilities of a streamed prompt", fix)
         self.has_format = "response_format" in fields
         self._best_of: int | None = fields.take("best_of", int, None)
         given = fields.take("max_tokens", Count, None)
@@ -141,10 +138,8 @@ class _Form:
         model: Model,
         streaming: StreamOptions,
     ) -> None:
-        self._requests = requests
         self._asked = asked
         self._streaming = streaming
-        self._num_samples = requests[0].sampling.n
         self._usage = Usage(requests)
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
@@ -159,14 +154,18 @@ class _Form:
                 for prompt in asked.prompts
             ]
         self._choices = [
-            _Choice(echoed[place // self._num_samples], asked, texts)
-            for place in range(len(requests) * self._num_samples)
+            _Choice(echo, request.prompt, asked, texts)
+            for echo, request in zip(echoed, requests, strict=True)
+            for _ in range(request.sampling.n)
         ]
 
     def chunks(self, part: Part) -> Iterable[JsonObject]:
         """Return the chunk of a part."""
         self._count(part)
-        chunk: JsonObject = {**self._head, "choices": [self._choices[part.choice].delta(part)]}
+        delta = self._choices[part.choice].delta(part)
+        if not (delta["text"] or delta["logprobs"] or delta["finish_reason"]):
+            return []  # half a character, or what may be the beginning of a stop string
+        chunk: JsonObject = {**self._head, "choices": [delta]}
         if self._streaming.continuous_usage_stats:
             chunk["usage"] = self._usage.as_json()
         return [chunk]
@@ -180,15 +179,12 @@ class _Form:
     def take(self, part: Part) -> None:
         """Take a part of an answer that is sent whole."""
         self._count(part)
-        self._choices[part.choice].take(part)
+        choice = self._choices[part.choice]
+        choice.deltas.append(choice.delta(part))
 
     def whole(self) -> JsonObject:
         """Return that answer."""
-        choices = []
-        for place, choice in enumerate(self._choices):
-            first = place - place % self._num_samples
-            prompt = self._requests[place // self._num_samples].prompt
-            choices.append(choice.whole(place, prompt, self._choices[first].output))
+        choices = [choice.whole() for choice in self._choices]
         return {**self._head, "choices": choices, "usage": self._usage.as_json()}
 
     def _count(self, part: Part) -> None:
@@ -198,56 +194,43 @@ class _Form:
 class _Choice:
     """One choice of an answer."""
 
-    def __init__(self, echoed: str, asked: _Asked, texts: TokenTexts) -> None:
-        self.output: RequestOutput | None = None
-        """Set by its last part."""
-        self._text = [echoed]
+    def __init__(self, echoed: str, prompt: PromptTokenIds, asked: _Asked, texts: TokenTexts):
+        """echoed: text to begin with."""
+        self.deltas: list[JsonObject] = []
+        """Those of an answer that is sent whole."""
+        self._echoed = echoed
+        self._prompt = prompt
         self._drops_tokens = asked.drops_tokens
-        self._echo = asked.echo
         self._logprobs: CompletionLogprobs | None = None
         if asked.num_logprobs is not None:
             self._logprobs = CompletionLogprobs(texts, asked.num_logprobs)
 
     def delta(self, part: Part) -> JsonObject:
         """Return a part as the choice of a chunk; the first one has the echoed prompt."""
-        echoed, self._text = "".join(self._text), []
-        logprobs = None
-        if self._logprobs is not None and part.logprobs and not self._drops_tokens:
-            logprobs = self._logprobs.take(part.token_ids, part.logprobs)
+        echoed, self._echoed = self._echoed, ""
+        output, reason = part.output, None
+        if output is not None:
+            reason = "length" if self._drops_tokens else output.finish_reason
         return {
             "index": part.choice,
             "text": echoed + ("" if self._drops_tokens else part.text),
-            "logprobs": logprobs,
-            "finish_reason": self._reason(part.output),
+            "logprobs": None if self._logprobs is None else self._reported(self._logprobs, part),
+            "finish_reason": reason,
         }
 
-    def take(self, part: Part) -> None:
-        """Take a part."""
-        self.output = part.output
-        if not self._drops_tokens:
-            self._text.append(part.text)
+    def _reported(self, logprobs: CompletionLogprobs, part: Part) -> JsonObject:
+        ids: list[int] = []
+        entries: list[Logprobs | None] = []
+        if part.prompt_logprobs is not None:
+            ids, entries = [int(each) for each in self._prompt], [*part.prompt_logprobs]
+        if part.logprobs is not None and not self._drops_tokens:
+            ids, entries = ids + part.token_ids, [*entries, *part.logprobs]
+        return logprobs.take(ids, entries)
 
-    def whole(self, index: int, prompt: PromptTokenIds, first: RequestOutput | None) -> JsonObject:
-        """Return the choice. first: the output of the first sample of its prompt, with the
-        prompt's log probabilities."""
-        output, logprobs = self.output, None
-        assert output is not None and first is not None, "they have ended"
+    def whole(self) -> JsonObject:
+        """Return all deltas as one."""
+        logprobs = None
         if self._logprobs is not None:
-            ids: list[int] = []
-            entries: list[Logprobs | None] = []
-            if self._echo:
-                ids, entries = [int(each) for each in prompt], [*(first.prompt_logprobs or ())]
-            if not self._drops_tokens:
-                ids, entries = ids + output.token_ids, [*entries, *(output.logprobs or ())]
-            logprobs = self._logprobs.take(ids, entries)
-        return {
-            "index": index,
-            "text": "".join(self._text),
-            "logprobs": logprobs,
-            "finish_reason": self._reason(output),
-        }
-
-    def _reason(self, output: RequestOutput | None) -> str | None:
-        if output is None:
-            return None
-        return "length" if self._drops_tokens else output.finish_reason
+            logprobs = joined([delta["logprobs"] for delta in self.deltas])
+        text = "".join(delta["text"] for delta in self.deltas)
+        return {**self.deltas[-1], "text": text, "logprobs": logprobs}

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Final, NamedTuple, TypeVar, cast
 
-from worker_client.async_driver import AsyncDriver
+from worker_client.async_driver import AsyncDriver, RequestProgress
 from worker_client.driver import Driver
 from worker_client.driver_parts.registry import DriverOptions
 from worker_client.errors import ClientConfigError, RequestError, config_error
@@ -58,6 +58,8 @@ class Part(NamedTuple):
     token_ids: list[int]
     logprobs: list[Logprobs] | None
     """One for each of the tokens, if the request asked for them."""
+    prompt_logprobs: list[Logprobs | None] | None
+    """Those of the prompt, with the first part of a choice, if the request asked for them."""
     output: RequestOutput | None
 
 
@@ -235,25 +237,60 @@ class Engine:
 
     async def _parts_of(self, request: GenerationRequest, first: int) -> AsyncGenerator[Part, None]:
         """Serve one request; `first` is the index of its first choice."""
-        places = {sample.id: place for place, sample in enumerate(forked(request))}
-        sampling = request.sampling
-        includes_stop = sampling.include_stop_str_in_output
-        texts = [
-            StreamedText(self.tokenizer, sampling.stop, includes_stop=includes_stop) for _ in places
-        ]
-        num_taken = [0] * len(texts)
+        samples = _Samples(request, self.tokenizer, first)
         async with contextlib.aclosing(self.driver.generate(request)) as stream:
-            async for req_id, token_ids, output in stream:
-                place = places[req_id]
+            async for progress in stream:
+                output = progress.output
                 if output is not None and output.error:
-                    raise _failed(output)
-                text = texts[place].take(token_ids, output)
-                logprobs = None
-                if output is not None and output.logprobs is not None:
-                    logprobs = output.logprobs[num_taken[place] :]
-                num_taken[place] += len(token_ids)
-                if token_ids or text or output is not None:
-                    yield Part(first + place, text, token_ids, logprobs, output)
+                    raise output.refusal or _failed(output)
+                for part in samples.parts(progress):
+                    yield part
+
+
+class _Samples:
+    """Makes parts of the progress of one request's samples."""
+
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, first: int) -> None:
+        sampling = request.sampling
+        self._first = first
+        self._places = {sample.id: place for place, sample in enumerate(forked(request))}
+        includes_stop = sampling.include_stop_str_in_output
+        self._texts = [
+            StreamedText(tokenizer, sampling.stop, includes_stop=includes_stop)
+            for _ in self._places
+        ]
+        self._prompt: list[Logprobs | None] | None = None
+        """Log probabilities of the prompt. The first sample reports them, and each begins with
+        them."""
+        self._awaits_prompt = sampling.prompt_logprobs is not None
+        self._has_begun = [False] * len(self._places)
+        self._held: list[RequestProgress] = []
+        """Progress of others before that of the first sample."""
+
+    def parts(self, progress: RequestProgress) -> list[Part]:
+        """Return the parts that follow from some progress."""
+        if self._awaits_prompt:
+            self._held.append(progress)
+            reports = progress.reports
+            if reports is None or reports.prompt_logprobs is None:
+                return []
+            self._awaits_prompt, self._prompt = False, reports.prompt_logprobs
+            held, self._held = self._held, []
+            return list(map(self._part, held))
+        return [self._part(progress)]
+
+    def _part(self, progress: RequestProgress) -> Part:
+        place, reports, prompt = self._places[progress.req_id], progress.reports, None
+        if not self._has_begun[place]:
+            self._has_begun[place], prompt = True, self._prompt
+        return Part(
+            self._first + place,
+            self._texts[place].take(progress.token_ids, progress.output),
+            progress.token_ids,
+            None if reports is None else reports.logprobs,
+            prompt,
+            progress.output,
+        )
 
 
 ADAPTER_POLL_S: Final = 0.02

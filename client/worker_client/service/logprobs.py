@@ -47,3 +47,11 @@ class CompletionLogprobs:
             found.setdefault(self._texts.text(token_id), value)
         found.setdefault(self._texts.text(ids[0]), values[0])
         return found
+
+
+def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the object of all tokens of several ones, in their order."""
+    return {
+        name: [value for part in parts for value in part[name]]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    }
