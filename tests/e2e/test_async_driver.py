@@ -228,7 +228,7 @@ def test_log_probabilities_come_with_their_tokens(opened, prompts):
 
 
 def test_calls_run_on_the_drivers_thread_between_steps(opened, model, prompts):
-    """An idle driver is woken; an error is its caller's; the end of the driver ends waiting calls."""
+    """An idle driver is woken, an error is its caller's, and a driver that has ended takes none."""
     pace = Pace(3)
     opened.before_step = pace.before_step
 

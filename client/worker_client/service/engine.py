@@ -223,11 +223,11 @@ class Engine:
             deadline = time.monotonic() + self._settings.request_s
             requests = [replace(request, deadline=deadline) for request in requests]
         if len(requests) == 1:
-            streams = self._parts_of(requests[0], 0)
+            streams = self._parts_of(requests[0], 0, "prompt")
         else:
             streams = _merged(
                 [
-                    self._parts_of(request, index * request.sampling.n)
+                    self._parts_of(request, index * request.sampling.n, f"prompt[{index}]")
                     for index, request in enumerate(requests)
                 ]
             )
@@ -235,16 +235,21 @@ class Engine:
             async for part in streams:
                 yield part
 
-    async def _parts_of(self, request: GenerationRequest, first: int) -> AsyncGenerator[Part, None]:
-        """Serve one request; `first` is the index of its first choice."""
+    async def _parts_of(
+        self, request: GenerationRequest, first: int, field: str
+    ) -> AsyncGenerator[Part, None]:
+        """Serve one request. first: the index of its first choice; field: of its prompt, in
+        errors."""
         samples = _Samples(request, self.tokenizer, first)
-        async with contextlib.aclosing(self.driver.generate(request)) as stream:
-            async for progress in stream:
-                output = progress.output
-                if output is not None and output.error:
-                    raise output.refusal or _failed(output)
-                for part in samples.parts(progress):
-                    yield part
+        stream = self.driver.generate(request)
+        with renamed({"prompt": field}):
+            async with contextlib.aclosing(stream):
+                async for progress in stream:
+                    output = progress.output
+                    if output is not None and output.error:
+                        raise output.refusal or _failed(output)
+                    for part in samples.parts(progress):
+                        yield part
 
 
 class _Samples:

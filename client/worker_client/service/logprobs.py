@@ -25,10 +25,9 @@ class CompletionLogprobs:
         own: list[float | None] = []
         top: list[dict[str, float] | None] = []
         for token_id, entry in zip(token_ids, logprobs, strict=True):
-            text = self._texts.text(token_id)
-            tokens.append(text)
+            tokens.append(self._texts.text(token_id))
             offsets.append(self._offset)
-            self._offset += len(text)
+            self._offset += self._texts.num_shown(token_id)
             own.append(None if entry is None else float(entry.logprobs[0]))
             top.append(None if entry is None else self._top(entry))
         return {

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -26,6 +27,8 @@ KEEP_ALIVE_S: Final = 30
 CLOSE_S: Final = 2
 """Seconds in which answers are sent after the engine has ended."""
 MAX_HEADER_BYTES: Final = 32 << 10
+SEND_BUFFER_BYTES: Final = 128 << 10
+"""What the kernel keeps for a connection, about: without this, megabytes for each slow reader."""
 
 
 def serve(plan: GroupPlan, settings: ServiceSettings) -> None:
@@ -44,11 +47,12 @@ def serve(plan: GroupPlan, settings: ServiceSettings) -> None:
             config = uvicorn.Config(
                 make_app(context),
                 http=_Protocol,
+                ws="none",
                 lifespan="off",
                 log_level="warning",
                 access_log=False,
                 backlog=BACKLOG,
-                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_keep_alive=max(KEEP_ALIVE_S, math.ceil(settings.write_s)),
                 timeout_graceful_shutdown=CLOSE_S,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 server_header=False,
@@ -70,6 +74,7 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(listener)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             listener.bind(address)
             stack.pop_all()
     except OSError as error:
@@ -87,6 +92,13 @@ class _Protocol(H11Protocol):
         """Note the connection."""
         self.app_state = {**self.app_state, "abort": transport.abort}
         super().connection_made(transport)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """End an idle connection, without waiting for a client that has not read its answer."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
 
 
 class _Server(uvicorn.Server):
@@ -122,12 +134,13 @@ class _Service:
             await http
 
     async def _serve_engine(self) -> None:
-        context = self._context
+        context, url = self._context, _url(self._listener)
         engine, admission, settings = context.engine, context.admission, context.settings
+        say(f"loading {engine.names[0]}; {url} answers 503 meanwhile")
         async with engine:
             most = engine.plan.config.scheduler.max_num_seqs + settings.max_queue
             admission.open(most)
-            say(f"serving {engine.names[0]} at {_url(self._listener)}")
+            say(f"serving {engine.names[0]} at {url}")
             ended = asyncio.ensure_future(engine.driver.wait_ended())
             stopped = asyncio.ensure_future(self._stop.wait())
             await asyncio.wait((ended, stopped), return_when=asyncio.FIRST_COMPLETED)

@@ -187,9 +187,13 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         async for body in self._events:
             if body:
-                async with asyncio.timeout(self._write_s):
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await self._send(send, body, is_last=False)
+        await self._send(send, b"", is_last=True)
+
+    async def _send(self, send: Send, body: bytes, *, is_last: bool) -> None:
+        """Write some of the body once the client has taken most of what was written before."""
+        async with asyncio.timeout(self._write_s):
+            await send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
 
 async def _disconnect(receive: Receive) -> None:
