@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 
 from benchmarks.demo_model import SENTENCES, make_demo_model
+from examples import embedded_driver
+from rpc_schema.config import ParallelConfig
 from tests.support.command_line import (
     CLIENT,
     environment,
@@ -29,6 +31,7 @@ from tests.support.command_line import (
 )
 from tests.support.waiting import PATIENCE_S, wait_until
 from worker_client.inputs.tokenizer import load_tokenizer
+from worker_client.worker_group import WorkerGroup
 
 SEED = random.randrange(10**6)
 MAX_NUM_SEQS = 16
@@ -647,6 +650,19 @@ def test_sigterm_lets_requests_end(service, endpoints, cases, expected):
     assert status_of(endpoints[0]).load == "READY", "the daemons keep the model"
 
 
+def test_the_example_that_embeds_a_driver(endpoints, model, directory):
+    """Once no server holds the daemons."""
+    prompts = ["The driver", "A request gets"]
+    asked = [json.dumps({"prompt": prompt, "max_tokens": 20}) for prompt in prompts]
+    (directory / "two.jsonl").write_text("\n".join(asked))
+    files = ("--input", str(directory / "two.jsonl"), "--output", str(directory / "two.out"))
+    one = ("--endpoints", endpoints[0], "--model", str(model), "--reload")
+    run_client(directory, "generate", *one, *files)
+    lines = map(json.loads, (directory / "two.out").read_text().splitlines())
+    texts = asyncio.run(embedded_driver.serve(endpoints[:1], model, prompts))
+    assert texts == [line["text"] for line in lines]
+
+
 def test_daemons_of_its_own_are_restarted_and_end_with_it(model, directory, cases, expected):
     """A stream goes on with the same tokens when a daemon is killed. `kill -9` of the server leaves
     no process behind."""
@@ -696,6 +712,9 @@ def test_signals_before_it_serves_and_during_a_drain(model, endpoints, options, 
 
         asyncio.run(main())
         assert service.process.wait(LIMIT_S) == 128 + signal.SIGTERM
+    with WorkerGroup(endpoints, ParallelConfig(pipeline_parallel_size=2)) as group:
+        group.attach(force=True)  # it has not given back its lease
+        group.detach()
 
 
 def test_bad_starts_end_with_one_line_that_has_the_fix(model, directory):

@@ -11,6 +11,17 @@ import typer
 
 from worker_client.cli.options import Device, RunOptions, default_device, takes_run_options
 from worker_client.errors import config_error
+from worker_client.service.key_files import read_keys_of
+from worker_client.service.launch import ServedGroup
+from worker_client.service.settings import (
+    DRAIN_S,
+    MAX_BODY_BYTES,
+    MAX_PROMPTS,
+    MAX_QUEUE,
+    READ_S,
+    WRITE_S,
+    ServiceSettings,
+)
 from worker_client.worker_group import parse_endpoints
 
 NOT_SERVED: Final = ("prompt", "input_", "output", "max_tokens", "restart")
@@ -102,16 +113,16 @@ def serve(
     ] = None,
     max_queue: Annotated[
         int, typer.Option(min=0, help="Samples that may wait beyond --max-num-seqs.")
-    ] = 1024,
-    max_prompts: Annotated[int, typer.Option(min=1, help="Prompts in one body.")] = 256,
-    max_body_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a body.")] = 4 << 20,
+    ] = MAX_QUEUE,
+    max_prompts: Annotated[int, typer.Option(min=1, help="Prompts in one body.")] = MAX_PROMPTS,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a body.")] = MAX_BODY_BYTES,
     read_timeout: Annotated[
         float, typer.Option(min=0.1, metavar="SECONDS", help="Time for a body to arrive.")
-    ] = 30.0,
+    ] = READ_S,
     write_timeout: Annotated[
         float,
         typer.Option(min=0.1, metavar="SECONDS", help="Time for a client to read what is sent."),
-    ] = 30.0,
+    ] = WRITE_S,
     request_timeout: Annotated[
         float | None,
         typer.Option(
@@ -123,18 +134,14 @@ def serve(
         typer.Option(
             "--drain-s", min=0.0, metavar="SECONDS", help="Time for running requests at the end."
         ),
-    ] = 30.0,
+    ] = DRAIN_S,
 ) -> None:
     """Serve OpenAI's API until Ctrl-C or SIGTERM, which let running requests end."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         fix = 'pip install "worker-daemon[service]"'
         raise config_error("serve", missing[0], "a package is not installed", fix)
-    # FastAPI takes a third of a second to import, which other commands do without.
-    from worker_client.service.key_files import read_keys_of
-    from worker_client.service.launch import GroupPlan
-    from worker_client.service.server import serve as serve_group
-    from worker_client.service.settings import ServiceSettings
+    from worker_client.service.server import serve as serve_group  # FastAPI
 
     devices: tuple[str, ...] = ()
     if run.endpoints:
@@ -159,7 +166,7 @@ def serve(
         request_s=request_timeout,
         drain_s=drain_s,
     )
-    plan = GroupPlan(
+    plan = ServedGroup(
         model=run.model,
         config=run.config,
         endpoints=run.endpoints,

@@ -1,7 +1,6 @@
-"""`worker-client serve`: an OpenAI-compatible server. It needs the extra `service`, and only
-cli/serve.py imports it. In reading order:
+"""`worker-client serve`: an OpenAI-compatible server, with the extra `service`. In reading order:
 
-settings.py     what can be set; access.py: keys
+settings.py     what can be set; access.py, key_files.py: keys
 app.py          the application: its endpoints, and what each request passes before them
 admission.py    bounds on what is unfinished; fields.py: bodies, read field by field
 engine.py       the driver, the tokenizer and the models of a server
@@ -9,6 +8,5 @@ options.py      sampling options of a body; response_format.py
 completions.py  /v1/completions; models.py: /v1/models; health.py
 streaming.py    answers, whole or as server-sent events; errors.py: OpenAI's error object
 logprobs.py     log probabilities in the form of completions; token_texts.py
-launch.py       the group that is served, and the daemons that a server starts
-server.py       the process: socket, signals, drain
+launch.py       the served group; server.py: the process, its socket, signals and drain
 """

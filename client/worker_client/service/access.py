@@ -14,7 +14,7 @@ _SCHEME: Final = "bearer "
 _CHALLENGE: Final = {"WWW-Authenticate": "Bearer"}
 
 
-class Access:
+class KeyCheck:
     """Checks the keys of requests, in time that does not depend on how much of a key is right."""
 
     def __init__(self, api_keys: Sequence[str], admin_keys: Sequence[str]) -> None:

@@ -14,8 +14,8 @@ from worker_client.errors import request_error
 from worker_client.requests import GenerationRequest, PromptTokenIds
 from worker_client.scheduler_output import Logprobs
 from worker_client.service.context import ServiceContext
-from worker_client.service.engine import Engine, Model, Part, Prompt, renamed
-from worker_client.service.fields import Fields, read_fields
+from worker_client.service.engine import ChoicePart, Engine, Model, Prompt, renamed
+from worker_client.service.fields import BodyFields, read_fields
 from worker_client.service.logprobs import CompletionLogprobs, joined
 from worker_client.service.options import OPTIONS, take_options
 from worker_client.service.streaming import (
@@ -66,7 +66,7 @@ def completions_router(context: ServiceContext) -> APIRouter:
 class _Asked:
     """The fields of a body that are completions' own. Raises RequestError."""
 
-    def __init__(self, fields: Fields, max_prompts: int) -> None:
+    def __init__(self, fields: BodyFields, max_prompts: int) -> None:
         for name, (problem, fix) in _REFUSED.items():
             fields.refuse(name, problem, fix)
         self.prompts = _prompts(fields, max_prompts)
@@ -108,7 +108,7 @@ class _Asked:
         return made
 
 
-def _prompts(fields: Fields, most: int) -> Sequence[Prompt]:
+def _prompts(fields: BodyFields, most: int) -> Sequence[Prompt]:
     kind = str | list[str | Count | list[Count]]
     given: Any = fields.take("prompt", kind, None)
     if given is None:
@@ -159,7 +159,7 @@ class _Form:
             for _ in range(request.sampling.n)
         ]
 
-    def chunks(self, part: Part) -> Iterable[JsonObject]:
+    def chunks(self, part: ChoicePart) -> Iterable[JsonObject]:
         """Return the chunk of a part."""
         self._count(part)
         delta = self._choices[part.choice].delta(part)
@@ -176,7 +176,7 @@ class _Form:
             return []
         return [{**self._head, "choices": [], "usage": self._usage.as_json()}]
 
-    def take(self, part: Part) -> None:
+    def take(self, part: ChoicePart) -> None:
         """Take a part of an answer that is sent whole."""
         self._count(part)
         choice = self._choices[part.choice]
@@ -187,7 +187,7 @@ class _Form:
         choices = [choice.whole() for choice in self._choices]
         return {**self._head, "choices": choices, "usage": self._usage.as_json()}
 
-    def _count(self, part: Part) -> None:
+    def _count(self, part: ChoicePart) -> None:
         self._usage.take(part._replace(token_ids=[]) if self._asked.drops_tokens else part)
 
 
@@ -205,7 +205,7 @@ class _Choice:
         if asked.num_logprobs is not None:
             self._logprobs = CompletionLogprobs(texts, asked.num_logprobs)
 
-    def delta(self, part: Part) -> JsonObject:
+    def delta(self, part: ChoicePart) -> JsonObject:
         """Return a part as the choice of a chunk; the first one has the echoed prompt."""
         echoed, self._echoed = self._echoed, ""
         output, reason = part.output, None
@@ -218,7 +218,7 @@ class _Choice:
             "finish_reason": reason,
         }
 
-    def _reported(self, logprobs: CompletionLogprobs, part: Part) -> JsonObject:
+    def _reported(self, logprobs: CompletionLogprobs, part: ChoicePart) -> JsonObject:
         ids: list[int] = []
         entries: list[Logprobs | None] = []
         if part.prompt_logprobs is not None:

@@ -1,8 +1,8 @@
-"""What endpoints share."""
+"""The objects that endpoints share."""
 
 from dataclasses import dataclass
 
-from worker_client.service.access import Access
+from worker_client.service.access import KeyCheck
 from worker_client.service.admission import Admission
 from worker_client.service.engine import Engine
 from worker_client.service.settings import ServiceSettings
@@ -15,5 +15,5 @@ class ServiceContext:
 
     settings: ServiceSettings
     engine: Engine
-    access: Access
+    access: KeyCheck
     admission: Admission

@@ -1,4 +1,4 @@
-"""What a server serves with: the driver on its group, the tokenizer, the chat template, and the
+"""The means of a server: the driver on its group, the tokenizer, the chat template, and the
 names of the models. Makes requests of prompts and options, and text of their tokens."""
 
 import asyncio
@@ -26,8 +26,8 @@ from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from worker_client.scheduler.reference import OVERDUE
 from worker_client.scheduler_output import Logprobs
 from worker_client.service.errors import HttpError, unknown_model
-from worker_client.service.fields import Fields
-from worker_client.service.launch import GroupPlan, OpenedGroup, open_group
+from worker_client.service.fields import BodyFields
+from worker_client.service.launch import OpenedGroup, ServedGroup, open_group
 from worker_client.service.settings import ServiceSettings
 from worker_client.structured.opening import open_grammars
 from worker_client.worker_group import RankProgress
@@ -44,13 +44,13 @@ class Model(NamedTuple):
     """A model that a request has named."""
 
     name: str
-    """As the request names it."""
+    """The name that the request has used."""
     adapter: GroupAdapter | None
     """None: the model itself."""
 
 
-class Part(NamedTuple):
-    """What is new of a choice. The last one of a choice has its output."""
+class ChoicePart(NamedTuple):
+    """Some more of a choice. The last one of a choice has its output."""
 
     choice: int
     """Index among all choices: those of the first prompt, then those of the next."""
@@ -67,7 +67,7 @@ class Engine:
     """Owns the driver, and the processes of tokenizer and template. Everything but `make`, which
     runs on threads of its own, belongs to the event loop."""
 
-    def __init__(self, plan: GroupPlan, settings: ServiceSettings) -> None:
+    def __init__(self, plan: ServedGroup, settings: ServiceSettings) -> None:
         """Read what can be read before anything is loaded.
 
         Raises:
@@ -88,10 +88,10 @@ class Engine:
         except ClientConfigError as error:  # told to those who chat
             self.template = error
         self.phase = "STARTING"
-        """What the group does while it is opened."""
+        """Phase of the start, for operators."""
         self.driver = AsyncDriver(self._open_driver)
         self.created = int(time.time())
-        """When it was made, in seconds of Unix time."""
+        """Unix time of the start, in seconds."""
         self.adapters: Mapping[str, GroupAdapter] = {}
         """LoRA adapters that requests can name as their model."""
         self._settings = settings
@@ -132,7 +132,7 @@ class Engine:
 
     @property
     def loaded(self) -> LoadedGroup:
-        """What is loaded; only once it is ready."""
+        """The loaded model; only once it is ready."""
         assert self._opened is not None, "app.py lets no request in before"
         return self._opened.loaded
 
@@ -177,7 +177,7 @@ class Engine:
         found = await self.call(lambda driver: tuple(driver.group.loras.known.values()))
         self.adapters = {adapter.name: adapter for adapter in found}
 
-    def take_model(self, fields: Fields) -> Model:
+    def take_model(self, fields: BodyFields) -> Model:
         """Return the model that a body names; the served one, if it names none. Raises HttpError
         (404): it is not served."""
         name: str = fields.take("model", str, self.names[0])
@@ -211,7 +211,9 @@ class Engine:
             request = with_adapter(request, model.adapter.extension)
         return request
 
-    async def parts(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Part, None]:
+    async def parts(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[ChoicePart, None]:
         """Serve the requests of a body, all with the same n. Closing the generator aborts them.
 
         Raises:
@@ -237,7 +239,7 @@ class Engine:
 
     async def _parts_of(
         self, request: GenerationRequest, first: int, field: str
-    ) -> AsyncGenerator[Part, None]:
+    ) -> AsyncGenerator[ChoicePart, None]:
         """Serve one request. first: the index of its first choice; field: of its prompt, in
         errors."""
         samples = _Samples(request, self.tokenizer, first)
@@ -272,7 +274,7 @@ class _Samples:
         self._held: list[RequestProgress] = []
         """Progress of others before that of the first sample."""
 
-    def parts(self, progress: RequestProgress) -> list[Part]:
+    def parts(self, progress: RequestProgress) -> list[ChoicePart]:
         """Return the parts that follow from some progress."""
         if self._awaits_prompt:
             self._held.append(progress)
@@ -284,11 +286,11 @@ class _Samples:
             return list(map(self._part, held))
         return [self._part(progress)]
 
-    def _part(self, progress: RequestProgress) -> Part:
+    def _part(self, progress: RequestProgress) -> ChoicePart:
         place, reports, prompt = self._places[progress.req_id], progress.reports, None
         if not self._has_begun[place]:
             self._has_begun[place], prompt = True, self._prompt
-        return Part(
+        return ChoicePart(
             self._first + place,
             self._texts[place].take(progress.token_ids, progress.output),
             progress.token_ids,
@@ -308,12 +310,14 @@ def _failed(output: RequestOutput) -> HttpError:
     return HttpError(500, output.error, code="request_failed")
 
 
-async def _merged(streams: Sequence[AsyncGenerator[Part, None]]) -> AsyncGenerator[Part, None]:
+async def _merged(
+    streams: Sequence[AsyncGenerator[ChoicePart, None]],
+) -> AsyncGenerator[ChoicePart, None]:
     """Yield the parts of several generators as they come. A slow reader holds all of them up, and
     the driver joins their tokens meanwhile."""
-    queue: asyncio.Queue[Part | Exception | None] = asyncio.Queue(maxsize=1)
+    queue: asyncio.Queue[ChoicePart | Exception | None] = asyncio.Queue(maxsize=1)
 
-    async def feed(stream: AsyncGenerator[Part, None]) -> None:
+    async def feed(stream: AsyncGenerator[ChoicePart, None]) -> None:
         try:
             async with contextlib.aclosing(stream):
                 async for part in stream:

@@ -18,14 +18,14 @@ from worker_client.service.settings import ServiceSettings
 HARMLESS: Final = frozenset(
     ("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
 )
-"""Fields that change nothing of an answer here; they are ignored."""
+"""BodyFields that change nothing of an answer here; they are ignored."""
 _MAX_NAME: Final = 80
 _PLACE: Final = re.compile(r"`(\$[^`]*)`$")
 
 T = TypeVar("T")
 
 
-class Fields:
+class BodyFields:
     """The fields of a JSON object. Each `take` removes one, and null counts as absent. Errors are
     RequestErrors, which name the field by its path."""
 
@@ -48,10 +48,10 @@ class Fields:
         """Return a field as it is; None if it is absent."""
         return self._left.pop(name, None)
 
-    def take_object(self, name: str) -> "Fields | None":
+    def take_object(self, name: str) -> "BodyFields | None":
         """Return a field that is an object, to be taken field by field; None if it is absent."""
         given = self.take(name, dict[str, Any], None)
-        return None if given is None else Fields(given, f"{self._path}{name}.")
+        return None if given is None else BodyFields(given, f"{self._path}{name}.")
 
     def take_all(self, names: Collection[str]) -> dict[str, Json]:
         """Return the fields of these names that are present, as they are."""
@@ -89,7 +89,7 @@ def typed(value: Json, kind: Any, path: str) -> Any:
         ) from None
 
 
-async def read_fields(http: Request, settings: ServiceSettings) -> Fields:
+async def read_fields(http: Request, settings: ServiceSettings) -> BodyFields:
     """Return the fields of a request's body, and take a place for it.
 
     Raises:
@@ -103,7 +103,7 @@ async def read_fields(http: Request, settings: ServiceSettings) -> Fields:
             body = await _read(http, settings.max_body_bytes)
     except TimeoutError:
         raise too_slow(settings.read_s) from None
-    return Fields(read_object(body, "body"))
+    return BodyFields(read_object(body, "body"))
 
 
 async def _read(http: Request, max_bytes: int) -> bytes:

@@ -18,8 +18,8 @@ from worker_client.worker_group import RankProgress, WorkerGroup
 
 
 @dataclass(frozen=True, slots=True)
-class GroupPlan:
-    """What is served, and on which daemons."""
+class ServedGroup:
+    """The model to serve, and the daemons to serve it on."""
 
     model: Path
     config: WorkerConfig
@@ -53,7 +53,7 @@ class OpenedGroup:
 
 @contextlib.contextmanager
 def open_group(
-    plan: GroupPlan, on_progress: Callable[[RankProgress], None] | None = None
+    plan: ServedGroup, on_progress: Callable[[RankProgress], None] | None = None
 ) -> Iterator[OpenedGroup]:
     """Attach to the daemons, started here if there are none, and load the model if they do not have
     it. At the end, daemons that run already keep it, and those started here are ended. Raises what

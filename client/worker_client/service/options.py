@@ -3,7 +3,7 @@
 from typing import Final
 
 from worker_client.inputs.request_fields import Json
-from worker_client.service.fields import Fields
+from worker_client.service.fields import BodyFields
 from worker_client.service.response_format import take_response_format
 
 OPTIONS: Final = frozenset(
@@ -14,13 +14,13 @@ OPTIONS: Final = frozenset(
         *("allowed_token_ids", "bad_words", "logits_processors", "structured_outputs"),
     )
 )
-"""Fields that RequestParser reads as they are."""
+"""BodyFields that RequestParser reads as they are."""
 DEFAULT_TEMPERATURE: Final = 1.0
 ALL_TOKENS: Final = -1
-"""How vLLM's clients ask for no top_k."""
+"""Value of top_k by which vLLM's clients ask for none."""
 
 
-def take_options(fields: Fields) -> dict[str, Json]:
+def take_options(fields: BodyFields) -> dict[str, Json]:
     """Return a body's sampling options, as Engine.make takes them. Raises RequestError for what
     RequestParser does not check."""
     options = fields.take_all(OPTIONS)

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import msgspec
 
 from worker_client.errors import request_error
-from worker_client.service.fields import Fields
+from worker_client.service.fields import BodyFields
 
 
 class _Schema(msgspec.Struct, forbid_unknown_fields=True):
@@ -21,7 +21,7 @@ class _Format(msgspec.Struct, forbid_unknown_fields=True):
     json_schema: _Schema | None = None
 
 
-def take_response_format(fields: Fields, *, has_other: bool) -> dict[str, Any] | None:
+def take_response_format(fields: BodyFields, *, has_other: bool) -> dict[str, Any] | None:
     """Return what a body's response_format asks for, as the parser's structured_outputs; None: any
     text. has_other: there is a structured_outputs beside it. Raises RequestError."""
     found = fields.take("response_format", _Format, None)

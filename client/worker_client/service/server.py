@@ -14,12 +14,12 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from worker_client.errors import config_error
-from worker_client.service.access import Access
+from worker_client.service.access import KeyCheck
 from worker_client.service.admission import Admission
 from worker_client.service.app import make_app
 from worker_client.service.context import ServiceContext
 from worker_client.service.engine import Engine
-from worker_client.service.launch import GroupPlan
+from worker_client.service.launch import ServedGroup
 from worker_client.service.settings import ServiceSettings
 
 BACKLOG: Final = 2048
@@ -28,10 +28,10 @@ CLOSE_S: Final = 2
 """Seconds in which answers are sent after the engine has ended."""
 MAX_HEADER_BYTES: Final = 32 << 10
 SEND_BUFFER_BYTES: Final = 128 << 10
-"""What the kernel keeps for a connection, about: without this, megabytes for each slow reader."""
+"""Bound on what the kernel keeps for a connection: without it, megabytes for a slow reader."""
 
 
-def serve(plan: GroupPlan, settings: ServiceSettings) -> None:
+def serve(plan: ServedGroup, settings: ServiceSettings) -> None:
     """Serve until a signal comes, or the driver ends. Exits at once, by the signal's number, when
     it comes before the model is loaded, or a second time.
 
@@ -42,7 +42,7 @@ def serve(plan: GroupPlan, settings: ServiceSettings) -> None:
     with _listening(settings.host, settings.port) as listener:
         engine = Engine(plan, settings)
         try:
-            access = Access(settings.api_keys, settings.admin_keys)
+            access = KeyCheck(settings.api_keys, settings.admin_keys)
             context = ServiceContext(settings, engine, access, Admission())
             config = uvicorn.Config(
                 make_app(context),

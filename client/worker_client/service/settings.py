@@ -24,7 +24,7 @@ class ServiceSettings:
     adapters: tuple[str, ...] = ()
     """LoRA adapters that are added before the server is ready."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
-    """Keys of clients; empty: whoever connects may ask."""
+    """Keys of clients; empty: any client may ask."""
     admin_keys: tuple[str, ...] = field(default=(), repr=False)
     """Keys of administrators, who may do what clients may; empty: there are none."""
     max_body_bytes: int = MAX_BODY_BYTES

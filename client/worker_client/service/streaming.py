@@ -15,9 +15,9 @@ from rpc_schema.errors import WorkerDaemonError
 from worker_client.errors import request_error
 from worker_client.requests import GenerationRequest
 from worker_client.service.context import ServiceContext
-from worker_client.service.engine import Part, renamed
+from worker_client.service.engine import ChoicePart, renamed
 from worker_client.service.errors import HttpError, as_http_error
-from worker_client.service.fields import Fields
+from worker_client.service.fields import BodyFields
 from worker_client.service.json_text import to_json
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -32,7 +32,7 @@ JsonObject = dict[str, Any]
 
 
 class StreamOptions(NamedTuple):
-    """How a client wants its answer."""
+    """The form in which a client wants its answer."""
 
     stream: bool
     include_usage: bool
@@ -48,7 +48,7 @@ class _Options(msgspec.Struct, forbid_unknown_fields=True):
     """Ignored: OpenAI pads chunks by it."""
 
 
-def take_stream_options(fields: Fields) -> StreamOptions:
+def take_stream_options(fields: BodyFields) -> StreamOptions:
     """Return a body's `stream` and `stream_options`. Raises RequestError."""
     stream: bool = fields.take("stream", bool, False)
     options = fields.take("stream_options", _Options, None)
@@ -69,7 +69,7 @@ class Usage:
         self._num_cached: dict[int, int] = {}
         self._samples = requests[0].sampling.n
 
-    def take(self, part: Part) -> None:
+    def take(self, part: ChoicePart) -> None:
         """Count a part."""
         self.num_completion_tokens += len(part.token_ids)
         if part.output is not None:  # samples of a prompt share what the first one computes
@@ -89,13 +89,13 @@ class Usage:
 class AnswerForm(Protocol):
     """Puts the parts of a body's requests into the form of an endpoint. One for each answer."""
 
-    def chunks(self, part: Part) -> Iterable[JsonObject]:
+    def chunks(self, part: ChoicePart) -> Iterable[JsonObject]:
         """Return the chunks of a stream for a part."""
 
     def last_chunks(self) -> Iterable[JsonObject]:
         """Return the chunks behind the last part."""
 
-    def take(self, part: Part) -> None:
+    def take(self, part: ChoicePart) -> None:
         """Take a part of an answer that is sent whole."""
 
     def whole(self) -> JsonObject:
@@ -127,7 +127,7 @@ async def answer(
     return EventStream(_events(first, parts, form), context.settings.write_s)
 
 
-async def _whole(parts: AsyncGenerator[Part, None], form: AnswerForm) -> Response:
+async def _whole(parts: AsyncGenerator[ChoicePart, None], form: AnswerForm) -> Response:
     async with contextlib.aclosing(parts):
         async for part in parts:
             form.take(part)
@@ -135,7 +135,7 @@ async def _whole(parts: AsyncGenerator[Part, None], form: AnswerForm) -> Respons
 
 
 async def _events(
-    first: Part, parts: AsyncGenerator[Part, None], form: AnswerForm
+    first: ChoicePart, parts: AsyncGenerator[ChoicePart, None], form: AnswerForm
 ) -> AsyncGenerator[bytes, None]:
     """Yield server-sent events: chunks, an error if there is one, and the end."""
     async with contextlib.aclosing(parts):
