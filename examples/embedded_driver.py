@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rpc_schema.config import ModelConfig, WorkerConfig
+from rpc_schema.config import ModelConfig, ParallelConfig, WorkerConfig
 from worker_client.async_driver import AsyncDriver
 from worker_client.driver import Driver
 from worker_client.inputs.text_stream import StreamedText
@@ -25,7 +25,7 @@ async def serve(endpoints: list[str], model: Path, prompts: list[str]) -> list[s
     """Print the texts as they come; return them."""
     tokenizer = load_tokenizer(model)
     assert tokenizer is not None, "the model has a tokenizer.json"
-    config = WorkerConfig(model=ModelConfig(model=str(model.resolve())))
+    config = WorkerConfig(parallel=ParallelConfig(), model=ModelConfig(model=str(model.resolve())))
 
     @contextlib.contextmanager
     def open_driver() -> Iterator[Driver]:  # on the driver's thread

@@ -1,5 +1,6 @@
 """Bounds on what is unfinished: a full server refuses, rather than let clients wait without end."""
 
+from worker_client.errors import request_error
 from worker_client.service.errors import unavailable
 
 
@@ -35,10 +36,18 @@ class Ticket:
         self._num = 0
 
     def take(self, num_samples: int) -> None:
-        """Take so many samples in all. Raises HttpError (503) if there is no room."""
+        """Take so many samples in all.
+
+        Raises:
+            HttpError: there is no room (503).
+            RequestError: there never is for so many.
+        """
         admission, more = self._admission, num_samples - self._num
         if admission.closed and not self._num:
             raise unavailable(admission.closed)
+        if num_samples > admission.most:
+            fix = f"ask for at most {admission.most}, prompts times n"
+            raise request_error("n", num_samples, "the server has no room for so many", fix)
         if more > 0:
             if admission.num_taken + more > admission.most:
                 raise unavailable("too many requests are unfinished; fix: send it again later")

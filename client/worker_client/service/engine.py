@@ -89,7 +89,9 @@ class Engine:
             self.template = error
         self.phase = "STARTING"
         """Phase of the start, for operators."""
-        self.driver = AsyncDriver(self._open_driver)
+        self.max_unfinished = plan.config.scheduler.max_num_seqs + settings.max_queue
+        """Bound on the samples that run or wait."""
+        self.driver = AsyncDriver(self._open_driver, max_requests=self.max_unfinished)
         self.created = int(time.time())
         """Unix time of the start, in seconds."""
         self.adapters: Mapping[str, GroupAdapter] = {}

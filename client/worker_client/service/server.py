@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 import os
+import resource
 import signal
 import socket
 import sys
@@ -24,6 +25,8 @@ from worker_client.service.settings import ServiceSettings
 
 BACKLOG: Final = 2048
 KEEP_ALIVE_S: Final = 30
+LOOPBACK: Final = frozenset(("127.0.0.1", "::1", "localhost"))
+MAX_DESCRIPTORS: Final = 1 << 16
 CLOSE_S: Final = 2
 """Seconds in which answers are sent after the engine has ended."""
 MAX_HEADER_BYTES: Final = 32 << 10
@@ -39,6 +42,7 @@ def serve(plan: ServedGroup, settings: ServiceSettings) -> None:
         ClientConfigError: the port is in use, or the model cannot be served.
         WorkerDaemonError: the driver has ended.
     """
+    _raise_descriptor_limit()
     with _listening(settings.host, settings.port) as listener:
         engine = Engine(plan, settings)
         try:
@@ -61,6 +65,14 @@ def serve(plan: ServedGroup, settings: ServiceSettings) -> None:
                 runner.run(_Service(context, _Server(config), listener).run())
         finally:
             engine.close()
+
+
+def _raise_descriptor_limit() -> None:
+    """Allow as many connections as the hard limit does: the soft one is often 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 @contextlib.contextmanager
@@ -137,9 +149,10 @@ class _Service:
         context, url = self._context, _url(self._listener)
         engine, admission, settings = context.engine, context.admission, context.settings
         say(f"loading {engine.names[0]}; {url} answers 503 meanwhile")
+        if not settings.api_keys and settings.host not in LOOPBACK:
+            say(f"there is no API key: all who reach {url} may use it")
         async with engine:
-            most = engine.plan.config.scheduler.max_num_seqs + settings.max_queue
-            admission.open(most)
+            admission.open(engine.max_unfinished)
             say(f"serving {engine.names[0]} at {url}")
             ended = asyncio.ensure_future(engine.driver.wait_ended())
             stopped = asyncio.ensure_future(self._stop.wait())
