@@ -629,8 +629,7 @@ def test_sigterm_lets_requests_end(service, endpoints, cases, expected):
     assert status_of(endpoints[0]).load == "READY", "the daemons keep the model"
 
 
-def test_signals_before_it_serves_and_during_a_drain(model, endpoints, options, directory):
-    """The first one ends a server that loads, the second one a drain; at once."""
+def test_a_signal_ends_a_server_that_loads(model, directory):
     words = [*CLIENT, "serve", "--endpoints", f"ipc://{directory}/none", "--model", str(model)]
     process = subprocess.Popen(
         [*words, "--wait", "100", "--port", "0"], env=environment(directory),
@@ -641,44 +640,32 @@ def test_signals_before_it_serves_and_during_a_drain(model, endpoints, options, 
         process.send_signal(signal.SIGINT)
         assert process.wait(LIMIT_S) == 128 + signal.SIGINT
 
-    with running(directory, *options) as service:
+
+def test_daemons_of_its_own_are_restarted_and_end_with_it(model, directory, cases, expected):
+    """A stream goes on with the same tokens when a daemon is killed. A second signal ends the
+    server at once, as `kill -9` would: no process is left behind."""
+    own = directory / "own"
+    own.mkdir()
+    with running(own, "--model", str(model), "--device", "cpu") as service:
+        (daemon,) = [each for each in processes_of(own) if "worker_daemon" in each.cmdline()]
 
         async def main():
             async with service.client() as client:
+                found, _ = await streamed(client, cases[-1], daemon.kill)
                 stream = events(client, long_case(0))
                 await anext(stream)
                 service.process.send_signal(signal.SIGTERM)
                 while (await health(client))["state"] == "serving":
                     await asyncio.sleep(0.01)
+                assert any("worker_daemon" in each.cmdline() for each in processes_of(own))
                 service.process.send_signal(signal.SIGTERM)
                 with contextlib.suppress(httpx2.HTTPError):
                     async for _ in stream:
                         pass
-
-        asyncio.run(main())
-        assert service.process.wait(LIMIT_S) == 128 + signal.SIGTERM
-    with WorkerGroup(endpoints, ParallelConfig(pipeline_parallel_size=2)) as group:
-        group.attach(force=True)  # it has not given back its lease
-        group.detach()
-
-
-def test_daemons_of_its_own_are_restarted_and_end_with_it(model, directory, cases, expected):
-    """A stream goes on with the same tokens when a daemon is killed. `kill -9` of the server leaves
-    no process behind."""
-    own = directory / "own"
-    own.mkdir()
-    with running(own, "--model", str(model), "--device", "cpu") as service:
-        daemons = [each for each in processes_of(own) if "worker_daemon" in each.cmdline()]
-        (daemon,) = daemons
-
-        async def main():
-            async with service.client() as client:
-                found, _ = await streamed(client, cases[-1], daemon.kill)
                 return found
 
         assert asyncio.run(main()) == expected[-1]
-        assert any("worker_daemon" in each.cmdline() for each in processes_of(own))
-        service.process.kill()
+        assert service.process.wait(LIMIT_S) == 128 + signal.SIGTERM
         wait_until(lambda: not processes_of(own), "all processes have ended")
         wait_until(lambda: not [*own.glob("wd-*")], "their directory is removed")
 

@@ -26,6 +26,9 @@ from worker_client.service.settings import ServiceSettings
 BACKLOG: Final = 2048
 KEEP_ALIVE_S: Final = 30
 LOOPBACK: Final = frozenset(("127.0.0.1", "::1", "localhost"))
+SWITCH_S: Final = 0.001
+"""Time that the event loop may hold the GIL while the driver's thread waits for it. The default,
+5 ms, is half a step of a small model."""
 MAX_DESCRIPTORS: Final = 1 << 16
 CLOSE_S: Final = 2
 """Seconds in which answers are sent after the engine has ended."""
@@ -43,6 +46,7 @@ def serve(plan: ServedGroup, settings: ServiceSettings) -> None:
         WorkerDaemonError: the driver has ended.
     """
     _raise_descriptor_limit()
+    sys.setswitchinterval(SWITCH_S)
     with _listening(settings.host, settings.port) as listener:
         engine = Engine(plan, settings)
         try:

@@ -3,13 +3,13 @@ client that leaves, or does not read, ends its requests; it holds up nobody else
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from rpc_schema.errors import WorkerDaemonError
 from worker_client.errors import request_error
@@ -124,7 +124,7 @@ async def answer(
         except BaseException:
             await parts.aclose()
             raise
-    return EventStream(_events(first, parts, form), context.settings.write_s)
+    return EventStream(_events(first, parts, form), context.settings.write_s, source=parts)
 
 
 async def _whole(parts: AsyncGenerator[ChoicePart, None], form: AnswerForm) -> Response:
@@ -162,38 +162,84 @@ class EventStream(Response):
     """A response whose body is server-sent events, from an asynchronous generator that it closes.
     A client that leaves, or takes nothing for write_s, ends it."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], write_s: float) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        write_s: float,
+        *,
+        source: AsyncGenerator[Any, None] | None = None,
+    ) -> None:
+        """source: what the events are made of; it is closed too, since events that were never asked
+        for cannot do that."""
         super().__init__()
         self._events = events
         self._write_s = write_s
+        self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events (ASGI)."""
-        writing = asyncio.ensure_future(self._write(send))
+        state = scope["state"]
+        # A connection that is aborted is one that the client has left.
+        watch = _WriteWatch(self._write_s, state["abort"]) if "abort" in state else None
+        writing = asyncio.ensure_future(self._write(send, watch))
         leaving = asyncio.ensure_future(_disconnect(receive))
         try:
             await asyncio.wait((writing, leaving), return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 writing.result()
-        except TimeoutError:  # what was written to it stays unread: a close would wait for it
-            scope["state"]["abort"]()
         finally:
+            if watch is not None:
+                watch.close()
             for task in (writing, leaving):
                 task.cancel()
             await asyncio.gather(writing, leaving, return_exceptions=True)
             await self._events.aclose()
+            if self._source is not None:
+                await self._source.aclose()
 
-    async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+    async def _write(self, send: Send, watch: "_WriteWatch | None") -> None:
+        timed = send if watch is None else watch.timed(send)
+        await timed({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         async for body in self._events:
             if body:
-                await self._send(send, body, is_last=False)
-        await self._send(send, b"", is_last=True)
+                await timed({"type": "http.response.body", "body": body, "more_body": True})
+        await timed({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send(self, send: Send, body: bytes, *, is_last: bool) -> None:
-        """Write some of the body once the client has taken most of what was written before."""
-        async with asyncio.timeout(self._write_s):
-            await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+
+class _WriteWatch:
+    """Aborts a connection when a write to it takes too long. One timer for all writes: a timer for
+    each would take longer than the write."""
+
+    def __init__(self, write_s: float, abort: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._write_s = write_s
+        self._abort = abort
+        self._began: float | None = None
+        """Time at which the present write began."""
+        self._timer = self._loop.call_later(write_s, self._check)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._timer.cancel()
+
+    def timed(self, send: Send) -> Send:
+        """Return a function that sends, and is watched."""
+
+        async def watched(message: Message) -> None:
+            self._began = self._loop.time()
+            await send(message)
+            self._began = None
+
+        return watched
+
+    def _check(self) -> None:
+        left_s = self._write_s
+        if self._began is not None:
+            left_s += self._began - self._loop.time()
+        if left_s <= 0.0:
+            self._abort()
+        else:
+            self._timer = self._loop.call_later(left_s, self._check)
 
 
 async def _disconnect(receive: Receive) -> None:
