@@ -371,6 +371,10 @@ def test_log_probabilities_are_those_of_transformers(service, model):
         assert len(found["tokens"]) == (3, 3, 4, 4)[choice["index"]] + 4
 
 
+def schema(schema):
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+
 BAD = [
     (completion("a", max_tokens=-1), "max_tokens"),
     (completion("a", max_tokens=True), "max_tokens"),
@@ -391,6 +395,8 @@ BAD = [
     (completion("a", stream=1), "stream"),
     (completion("a", response_format={"type": "xml"}), "response_format.type"),
     (completion("a", response_format={"type": "json_schema"}), "response_format.json_schema"),
+    (completion("a", response_format=schema({"type": "x"})), "response_format.json"),
+    (completion("a", response_format=schema({"a": "x" * 70_000})), "response_format.json"),
     (completion("a", structured_outputs={"regex": "("}), "structured_outputs.regex"),
     (completion("a", structured_outputs={"regex": "("}, stream=True), "structured_outputs.regex"),
     (completion("a", lora="x"), "lora"),
@@ -401,6 +407,8 @@ BAD = [
     (completion([]), "prompt"),
     (completion([[]]), "prompt"),
     (completion([10**6]), "prompt"),
+    (completion([2**31 - 1], echo=True, logprobs=1), "prompt"),
+    (completion([2**70], echo=True), "prompt"),
     (completion(["a", [5]]), "prompt"),
     (completion(["a", 5]), "prompt"),
     (completion([[5], [10**6]]), "prompt[1]"),

@@ -55,9 +55,10 @@ def completions_router(context: ServiceContext) -> APIRouter:
         options = take_options(fields)
         fields.check_empty((*OPTIONS, *_OWN))
         asked.check_best_of(options)
-        requests = await engine.on_thread(lambda: asked.requests(engine, options, model))
-        form = _Form(requests, asked, engine, texts, model, streaming)
         names = {"structured_outputs": "response_format"} if asked.has_format else {}
+        with renamed(names):
+            requests = await engine.on_thread(lambda: asked.requests(engine, options, model))
+        form = _Form(requests, asked, engine, texts, model, streaming)
         return await answer(http, context, requests, form, names, stream=streaming.stream)
 
     return router

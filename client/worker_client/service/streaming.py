@@ -66,14 +66,15 @@ class Usage:
     def __init__(self, requests: Sequence[GenerationRequest]) -> None:
         self.num_prompt_tokens = sum(len(request.prompt) for request in requests)
         self.num_completion_tokens = 0
-        self._num_cached: dict[int, int] = {}
-        self._samples = requests[0].sampling.n
+        self._num_cached = 0
+        self._num_samples = requests[0].sampling.n
 
     def take(self, part: ChoicePart) -> None:
         """Count a part."""
         self.num_completion_tokens += len(part.token_ids)
-        if part.output is not None:  # samples of a prompt share what the first one computes
-            self._num_cached.setdefault(part.choice // self._samples, part.output.num_cached_tokens)
+        # The other samples of a prompt find what the first one has computed.
+        if part.output is not None and part.choice % self._num_samples == 0:
+            self._num_cached += part.output.num_cached_tokens
 
     def as_json(self) -> JsonObject:
         """Return OpenAI's usage object."""
@@ -82,7 +83,7 @@ class Usage:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached.values())},
+            "prompt_tokens_details": {"cached_tokens": self._num_cached},
         }
 
 
