@@ -14,6 +14,7 @@ from worker_client.cli.embed import embed
 from worker_client.cli.lora import lora
 from worker_client.cli.output_file import print_text
 from worker_client.cli.run import bench, generate
+from worker_client.cli.serve import serve
 from worker_client.cli.top import top
 from worker_client.cli.trace import trace
 from worker_client.cli.up_vllm import up_vllm
@@ -30,6 +31,7 @@ for command, summary in (
     (generate, "Generate for prompts or for a file of requests."),
     (bench, "Generate, and measure it."),
     (embed, "Embed or classify prompts, or the requests of a file."),
+    (serve, "Serve OpenAI's API over HTTP."),
     (status, "Show what each daemon is and does."),
     (top, "Watch the daemons' activity, refreshed every second."),
     (trace, "Trace a running group, for Perfetto."),

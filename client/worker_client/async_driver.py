@@ -20,7 +20,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from rpc_schema.errors import DrainingError, WorkerDaemonError
 from worker_client.driver import Driver
 from worker_client.errors import ClientError, DriverClosed, InvalidSchedulerOutput
 from worker_client.inputs.request_checks import checked_id, validated
-from worker_client.requests import GenerationRequest, forked, hashed, seeded
+from worker_client.requests import GenerationRequest, Reports, forked, hashed, seeded
 from worker_client.scheduler import RequestOutput
 
 MAX_REQUESTS: Final = 4096
@@ -39,6 +39,8 @@ DRAIN_CHECK_S: Final = 0.2
 """Time between two attempts to send a step while an operator drains the group."""
 
 _LOG = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 OpenDriver: TypeAlias = Callable[[], AbstractContextManager[Driver]]
 
@@ -54,6 +56,16 @@ class StreamingScheduler(Protocol):
         request."""
 
 
+@runtime_checkable
+class ReportingScheduler(Protocol):
+    """A scheduler that shows the log probabilities of unfinished requests, as the reference
+    scheduler does. With another one, they come when the request ends."""
+
+    def generated_reports(self, req_id: str, first: int) -> Reports:
+        """Return what a request reports on its generated tokens from number `first` on, and on its
+        prompt."""
+
+
 class RequestProgress(NamedTuple):
     """New tokens of a request, or of one of its samples."""
 
@@ -63,6 +75,9 @@ class RequestProgress(NamedTuple):
     """Tokens since the last RequestProgress of this id."""
     output: RequestOutput | None
     """The whole output, once it has ended."""
+    reports: Reports | None = None
+    """Log probabilities of these tokens, and with the first of them those of the prompt, if the
+    request asked for any."""
 
 
 class AsyncDriver:
@@ -73,8 +88,11 @@ class AsyncDriver:
         self._room = asyncio.Semaphore(max_requests)
         self._loop = _DriverLoop(open_driver, self._end)
         self._streams: set[_Stream] = set()
+        self._calls: set[asyncio.Future[Any]] = set()
+        """Calls that have no result yet."""
         self._serials = itertools.count()
         self._error: Exception | None = None
+        self._has_ended = asyncio.Event()
 
     async def __aenter__(self) -> "AsyncDriver":
         """Start the thread, and wait until it can serve. Raises what open_driver raises."""
@@ -98,6 +116,27 @@ class AsyncDriver:
     def error(self) -> Exception | None:
         """The error with which the driver has ended; None while it serves."""
         return self._error
+
+    async def wait_ended(self) -> Exception:
+        """Wait until the driver has ended; return its error."""
+        await self._has_ended.wait()
+        assert self._error is not None, "set with the event"
+        return self._error
+
+    async def call(self, work: Callable[[Driver], T]) -> T:
+        """Call a function with the driver, on its thread and between two steps: no step runs
+        meanwhile. Return its result, or raise its error. It has no way back once it has begun.
+
+        Raises:
+            DriverClosed, WorkerDaemonError: as generate does.
+        """
+        if self._error is not None:
+            raise self._error
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        self._loop.call(work, future)
+        return await future
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
         """Serve a request; yield its tokens as they come. The last value of each sample has its
@@ -143,8 +182,11 @@ class AsyncDriver:
         """Fail every request, and those to come."""
         if self._error is None:
             self._error = error
+        self._has_ended.set()
         for stream in self._streams:
             stream.fail(self._error)
+        for future in tuple(self._calls):
+            _resolve(future, None, self._error)
 
 
 class _Stream:
@@ -164,7 +206,7 @@ class _Stream:
         """Add the progress of a step."""
         before = self._waiting.get(progress.req_id)
         if before is not None:
-            progress = progress._replace(token_ids=before.token_ids + progress.token_ids)
+            progress = _joined(before, progress)
         self._waiting[progress.req_id] = progress
         self._changed.set()
 
@@ -184,6 +226,17 @@ class _Stream:
             self._changed.clear()
         self.left.difference_update(name for name, progress in waiting.items() if progress.output)
         return list(waiting.values())
+
+
+def _joined(first: RequestProgress, second: RequestProgress) -> RequestProgress:
+    """Return the progress of two steps as that of one."""
+    reports = second.reports
+    if first.reports is not None and reports is not None:
+        own, more = first.reports.logprobs, reports.logprobs
+        logprobs = None if own is None or more is None else own + more
+        reports = Reports(logprobs, first.reports.prompt_logprobs or reports.prompt_logprobs)
+    token_ids = first.token_ids + second.token_ids
+    return second._replace(token_ids=token_ids, reports=reports)
 
 
 _Update: TypeAlias = tuple[_Stream, RequestProgress | Exception]
@@ -207,6 +260,11 @@ class _Abort(NamedTuple):
     stream: _Stream
 
 
+class _Call(NamedTuple):
+    work: Callable[[Driver], Any]
+    future: "asyncio.Future[Any]"
+
+
 class _DriverLoop:
     """The thread: takes commands between steps, and reports after each."""
 
@@ -214,13 +272,15 @@ class _DriverLoop:
         """on_end is called on the event loop with the error with which the thread ends."""
         self._open_driver = open_driver
         self._on_end = on_end
-        self._commands: queue.SimpleQueue[_Add | _Abort | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Add | _Abort | _Call | None] = queue.SimpleQueue()
         """None: stop."""
         self._thread: threading.Thread | None = None
         self._streams: dict[str, _Stream] = {}
         """By the id of an unfinished sample."""
         self._num_reported: dict[str, int] = {}
         """Likewise, the number of tokens that were reported."""
+        self._reporting: set[str] = set()
+        """Unfinished samples whose requests asked for log probabilities."""
         self._refused: list[_Update] = []
         """Requests that were refused, to be reported after the next step."""
 
@@ -239,6 +299,10 @@ class _DriverLoop:
         """End a request early."""
         self._commands.put(_Abort(req_id, stream))
 
+    def call(self, work: Callable[[Driver], T], future: "asyncio.Future[T]") -> None:
+        """Call a function; the future gets its result."""
+        self._commands.put(_Call(work, future))
+
     def stop(self) -> None:
         """Abort all requests, close the group and end the thread."""
         self._commands.put(None)
@@ -253,7 +317,7 @@ class _DriverLoop:
     def _run(self, loop: asyncio.AbstractEventLoop, ready: "asyncio.Future[None]") -> None:
         try:
             with self._open_driver() as driver:
-                loop.call_soon_threadsafe(_resolve, ready, None)
+                loop.call_soon_threadsafe(_resolve, ready, None, None)
                 while self._take_commands(driver):
                     updates = self._step(driver)
                     if updates:
@@ -262,7 +326,7 @@ class _DriverLoop:
         except BaseException as error:  # every request ends with it
             reason = error if isinstance(error, Exception) else _ended_by(error)
             with contextlib.suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(_resolve, ready, reason)
+                loop.call_soon_threadsafe(_resolve, ready, None, reason)
                 loop.call_soon_threadsafe(self._on_end, reason)
 
     def _take_commands(self, driver: Driver) -> bool:
@@ -278,6 +342,8 @@ class _DriverLoop:
                 if isinstance(command, _Abort):
                     self._abort(driver, command.req_id)
                     self._forget(command.stream.names)
+                elif isinstance(command, _Call):
+                    self._call(driver, command)
                 else:
                     self._add(driver, command)
         return True
@@ -291,6 +357,21 @@ class _DriverLoop:
         for sample in command.stream.names:
             self._streams[sample] = command.stream
             self._num_reported[sample] = 0
+        sampling = command.request.sampling
+        if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+            self._reporting.update(command.stream.names)
+
+    @staticmethod
+    def _call(driver: Driver, command: _Call) -> None:
+        if command.future.cancelled():
+            return
+        result, failure = None, None
+        try:
+            result = command.work(driver)
+        except Exception as error:  # it is the caller's
+            failure = error
+        loop = command.future.get_loop()
+        loop.call_soon_threadsafe(_resolve, command.future, result, failure)
 
     @staticmethod
     def _abort(driver: Driver, req_id: str) -> None:
@@ -314,6 +395,7 @@ class _DriverLoop:
         for sample in samples:
             self._streams.pop(sample, None)
             self._num_reported.pop(sample, None)
+            self._reporting.discard(sample)
 
     def _step(self, driver: Driver) -> list[_Update]:
         """Run a step, if there is one; return the updates of its requests."""
@@ -332,19 +414,33 @@ class _DriverLoop:
             if stream is not None:  # else it was aborted
                 first, name = self._num_reported.pop(output.req_id), stream.names[output.req_id]
                 named = replace(output, req_id=name)
-                updates.append((stream, RequestProgress(name, output.token_ids[first:], named)))
+                reports = self._last_reports(output, first) if self._reporting else None
+                tokens = output.token_ids[first:]
+                updates.append((stream, RequestProgress(name, tokens, named, reports)))
         if isinstance(driver.scheduler, StreamingScheduler):
             updates += self._new_tokens(driver.scheduler)
         return updates
 
     def _new_tokens(self, scheduler: StreamingScheduler) -> Iterator[_Update]:
         """Yield the tokens of unfinished requests that were not reported yet."""
+        is_asked = bool(self._reporting)
+        reporter = scheduler if is_asked and isinstance(scheduler, ReportingScheduler) else None
         for sample, first in self._num_reported.items():
             tokens = scheduler.generated_tokens(sample, first)
             if tokens:
                 self._num_reported[sample] = first + len(tokens)
-                stream = self._streams[sample]
-                yield stream, RequestProgress(stream.names[sample], tokens, None)
+                stream, reports = self._streams[sample], None
+                if reporter is not None and sample in self._reporting:
+                    reports = _from_first(reporter.generated_reports(sample, first), first)
+                yield stream, RequestProgress(stream.names[sample], tokens, None, reports)
+
+    def _last_reports(self, output: RequestOutput, first: int) -> Reports | None:
+        """Return what a sample that has ended reports on its tokens from number `first` on."""
+        if output.req_id not in self._reporting:
+            return None
+        self._reporting.discard(output.req_id)
+        logprobs = None if output.logprobs is None else output.logprobs[first:]
+        return _from_first(Reports(logprobs, output.prompt_logprobs), first)
 
     def _abort_all(self, driver: Driver) -> None:
         """End what is unfinished, and let the daemons drop its rows."""
@@ -355,15 +451,20 @@ class _DriverLoop:
                 pass
 
 
+def _from_first(reports: Reports, first: int) -> Reports:
+    """Return reports with those of the prompt only if they begin with the first token."""
+    return reports._replace(prompt_logprobs=None) if first else reports
+
+
 def _ended_by(error: BaseException) -> ClientError:
     """Return the error of requests that end with an exit, which asyncio would take as its own."""
     return ClientError(f"the driver's thread has ended by {type(error).__name__}: {error}")
 
 
-def _resolve(ready: "asyncio.Future[None]", error: Exception | None) -> None:
-    if ready.done():
+def _resolve(future: "asyncio.Future[T]", result: T, error: Exception | None) -> None:
+    if future.done():
         return
     if error is None:
-        ready.set_result(None)
+        future.set_result(result)
     else:
-        ready.set_exception(error)
+        future.set_exception(error)

@@ -176,6 +176,15 @@ class VersionRun(NamedTuple):
     num_tokens: int
 
 
+class Reports(NamedTuple):
+    """Log probabilities of some tokens of a request, as RequestOutput has those of all."""
+
+    logprobs: list[Logprobs] | None
+    """One per token, if the request asked for them."""
+    prompt_logprobs: list[Logprobs | None] | None
+    """One per prompt token, likewise."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """A finished request."""
@@ -206,10 +215,17 @@ class RequestOutput:
     weights have changed. Of a pooling request, one run without tokens."""
     error: str = ""
     """Reason for the failure if finish_reason is "error"; token_ids are the tokens before it."""
+    refusal: RequestError | None = None
+    """The same as an error, if the request is at fault, which was found after add_request."""
 
 
 def failed_request(
-    req_id: str, reason: str, *, num_prompt_tokens: int = 0, token_ids: Sequence[int] = ()
+    req_id: str,
+    reason: str,
+    *,
+    num_prompt_tokens: int = 0,
+    token_ids: Sequence[int] = (),
+    refusal: RequestError | None = None,
 ) -> RequestOutput:
     """Return the output of a request that has ended with an error outside of its scheduler."""
     return RequestOutput(
@@ -221,4 +237,5 @@ def failed_request(
         num_preemptions=0,
         logprobs=None,
         error=reason,
+        refusal=refusal,
     )

@@ -15,6 +15,7 @@ TRITON = "Triton takes long to import, and a daemon on the CPU does without"
 TORCH = "torch takes seconds to import, for which no command and no socket should wait"
 
 LATE_IMPORTS = {
+    ("worker_client.cli.serve", "worker_client.service.server"): "imports FastAPI and uvicorn",
     (
         "worker_daemon.__main__",
         "worker_daemon.cli",

@@ -61,6 +61,12 @@ def test_client_brings_neither_torch_nor_the_daemon():
     assert loaded_by(import_all("worker_client", apart), *suspects) == ["zmq"]
 
 
+def test_commands_do_without_the_servers_packages():
+    suspects = ("fastapi", "starlette", "pydantic", "uvicorn", "worker_client.service.settings")
+    found = loaded_by("import worker_client.__main__", *suspects)
+    assert found == ["worker_client.service.settings"]
+
+
 PROBE_MODULES = {
     "rendezvous": "borrowed_sockets",
     "rpc_schema": "base control error_replies errors frames health lease roles version",

@@ -186,6 +186,81 @@ def test_a_reader_that_leaves_aborts_its_request_alone(opened, model, prompts):
         assert outputs[f"r{number}"].token_ids == model.greedy(prompts[number], MAX_TOKENS)
 
 
+def test_log_probabilities_come_with_their_tokens(opened, prompts):
+    """Those of the prompt come with the first token. All pieces together are those of the output,
+    and a request beside it that asks for none gets none."""
+    options = {"temperature": 1.0, "seed": 5, "n": 2, "logprobs": 2, "prompt_logprobs": 1}
+    asked = GenerationRequest("a", prompts[0], MAX_TOKENS, sampling=SamplingParams(**options))
+
+    async def read(driver, request):
+        pieces = {}
+        async for progress in driver.generate(request):
+            pieces.setdefault(progress.req_id, []).append(progress)
+        return pieces
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        opened.before_step = lambda: asyncio.run_coroutine_threadsafe(
+            asyncio.sleep(0), loop
+        ).result()
+        async with AsyncDriver(opened) as driver:
+            plain, slow = greedy(prompts)[:1], []
+            async for progress in driver.generate(asked):  # a slow reader gets them joined
+                slow.append(progress)
+                await asyncio.sleep(0.01)
+            return await asyncio.gather(*(read(driver, each) for each in [asked, *plain])), slow
+
+    (found, others), slow = asyncio.run(main())
+    assert all(piece.reports is None for piece in others["r0"])
+    joined = {name: [each for each in slow if each.req_id == name] for name in found}
+    for pieces in (*found.items(), *joined.items()):
+        name, parts = pieces
+        output = parts[-1].output
+        shown = [entry for part in parts for entry in part.reports.logprobs]
+        assert [each.token_ids[0] for each in shown] == output.token_ids
+        assert all(len(part.token_ids) == len(part.reports.logprobs) for part in parts)
+        assert shown == output.logprobs
+        prompt_reports = [part.reports.prompt_logprobs for part in parts]
+        assert prompt_reports[0] == output.prompt_logprobs
+        assert not any(prompt_reports[1:])
+        assert (output.prompt_logprobs is None) == (name != "a#0")
+    assert all(len(parts) > MAX_TOKENS // 2 for parts in found.values()), "they were not streamed"
+
+
+def test_calls_run_on_the_drivers_thread_between_steps(opened, model, prompts):
+    """An idle driver is woken, an error is its caller's, and a driver that has ended takes none."""
+    pace = Pace(3)
+    opened.before_step = pace.before_step
+
+    def fail(_):
+        raise KeyError("from a call")
+
+    async def main():
+        async with AsyncDriver(opened) as driver:
+            name, status = await driver.call(
+                lambda own: (threading.current_thread().name, own.group.get_status())
+            )
+            assert (name, len(status)) == ("driver", 2)
+            reading = asyncio.create_task(collect(driver, greedy(prompts)[0]))
+            await pace.held()
+            with_error = asyncio.create_task(driver.call(fail))
+            abandoned = asyncio.create_task(driver.call(lambda _: pytest.fail("it was canceled")))
+            await asyncio.sleep(0)
+            abandoned.cancel()
+            pace.go_on()
+            with pytest.raises(KeyError, match="from a call"):
+                await with_error
+            outputs, _ = await reading
+            ending = asyncio.create_task(driver.wait_ended())
+        with pytest.raises(DriverClosed):
+            await driver.call(lambda own: own)
+        assert isinstance(await ending, DriverClosed)
+        return outputs
+
+    outputs = asyncio.run(main())
+    assert outputs["r0"].token_ids == model.greedy(prompts[0], MAX_TOKENS)
+
+
 def test_wrong_requests_are_refused_beside_others(opened, model, prompts):
     async def main():
         async with AsyncDriver(opened) as driver:

@@ -1,5 +1,5 @@
 """A short run of `make fuzz ARGS="--only requests"`: requests of every kind for an AsyncDriver and
-the HTTP example, beside healthy ones whose tokens are equal to those that they had alone."""
+the HTTP service, beside healthy ones whose tokens are equal to those that they had alone."""
 
 import random
 

@@ -38,6 +38,8 @@ for package in (rendezvous, rpc_schema, worker_client, worker_host):
             continue
         if module.name.endswith(NEED_MORE):
             continue
+        if ".service." in module.name and not module.name.endswith(("launch", "settings")):
+            continue
         importlib.import_module(module.name)
 import worker_client.driver, worker_client.worker_group, worker_client.scheduler
 from rpc_schema.structured import StructuredOutput
@@ -119,6 +121,13 @@ def test_a_worker_without_its_extra_says_what_to_install(driver_side, applicatio
     assert done.returncode == ExitCode.CONFIG
     (line,) = done.stderr.splitlines()
     assert INSTALL in line and all(name in line for name in ("torch", "uvloop"))
+
+
+def test_a_server_without_its_extra_says_what_to_install(driver_side, application):
+    done = driver_side.run(application, "worker-client", "serve", "--model", application)
+    assert done.returncode == 2 and not done.stdout
+    (line,) = done.stderr.splitlines()
+    assert 'pip install "worker-daemon[service]"' in line and "fastapi" in line
 
 
 def test_a_trainers_side_without_torch_says_what_to_install(driver_side, application):

@@ -1,5 +1,5 @@
 """Requests of every kind, wrongly and rightly typed, for a real AsyncDriver over a tiny daemon on
-the CPU: GenerationRequests, and bodies of the example's HTTP service, which shares the driver.
+the CPU: GenerationRequests, and bodies for the HTTP service, which shares the driver.
 Healthy requests run beside them, and must get the tokens that they get alone, without a stall."""
 
 import asyncio
@@ -21,7 +21,6 @@ import httpx2
 import numpy as np
 
 from benchmarks.demo_model import SENTENCES, VOCAB_SIZE, make_demo_model
-from examples.openai_service import MAX_BODY_BYTES, Service, make_app
 from rpc_schema.lora_request import LoraRequest
 from rpc_schema.pooling import PoolingParams
 from rpc_schema.prompt_embeds import EmbeddedRange, PromptEmbeds
@@ -34,6 +33,13 @@ from worker_client.driver_parts.request_uploads import RequestUploads, UploadsPa
 from worker_client.errors import RequestError
 from worker_client.inputs.host_tensor import HostTensor
 from worker_client.requests import GenerationRequest, SamplingParams
+from worker_client.service.access import KeyCheck
+from worker_client.service.admission import Admission
+from worker_client.service.app import make_app
+from worker_client.service.context import ServiceContext
+from worker_client.service.engine import Engine
+from worker_client.service.launch import ServedGroup
+from worker_client.service.settings import MAX_BODY_BYTES, ServiceSettings
 
 MAX_STALL_S = 1.0
 NUM_HEALTHY = 3
@@ -233,7 +239,8 @@ JSON_FIELDS = (
     *("max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "stop", "seed", "n", "id"),
     *("include_stop_str_in_output", "temperature", "top_p", "top_k", "min_p", "logit_bias"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "prompt_token_ids"),
-    "priority",
+    *("priority", "logprobs", "echo", "best_of", "suffix", "stream_options", "response_format"),
+    *("structured_outputs", "bad_words", "allowed_token_ids", "add_special_tokens", "user"),
 )
 
 
@@ -261,8 +268,8 @@ def odd_body(rng: random.Random) -> bytes:
     return body
 
 
-class OpenedService(Service):
-    """The service, with its driver at hand."""
+class OpenedEngine(Engine):
+    """The service's engine, with its driver at hand."""
 
     opened: Driver
 
@@ -306,9 +313,9 @@ class Fuzzer:
     """One run."""
 
     def __init__(
-        self, service: OpenedService, client: httpx2.AsyncClient, pids: Sequence[int], seed: int
+        self, engine: OpenedEngine, client: httpx2.AsyncClient, pids: Sequence[int], seed: int
     ) -> None:
-        self.service = service
+        self.engine = engine
         self.pids = (os.getpid(), *pids)
         self.client = client
         self.rng = random.Random(seed)
@@ -316,7 +323,7 @@ class Fuzzer:
         self.watch = Watch(self.pids)
         words = SENTENCES.split()
         self.prompts = [
-            service._tokenizer.encode(" ".join(words[n:][:3])) for n in range(NUM_HEALTHY)
+            engine.tokenizer.encode(" ".join(words[n:][:3])) for n in range(NUM_HEALTHY)
         ]
         self.expected: list[list[int]] = []
         self.is_over = False
@@ -328,7 +335,7 @@ class Fuzzer:
             HEALTHY_TOKENS,
             sampling=SamplingParams(ignore_eos=True),
         )
-        async for progress in self.service.driver.generate(request):
+        async for progress in self.engine.driver.generate(request):
             self.watch.progress()
             if progress.output is not None:
                 return progress.output.token_ids
@@ -351,7 +358,7 @@ class Fuzzer:
     async def _generate(self, request: object, most: int) -> None:
         """Serve a request; leave after so many pieces of its output."""
         try:
-            async with contextlib.aclosing(self.service.driver.generate(request)) as stream:  # type: ignore[arg-type]  # on purpose
+            async with contextlib.aclosing(self.engine.driver.generate(request)) as stream:  # type: ignore[arg-type]  # on purpose
                 for _ in range(most):
                     progress = await anext(stream, None)
                     if progress is None:
@@ -365,10 +372,11 @@ class Fuzzer:
     async def _post(self, path: str, body: bytes) -> None:
         kind = self.rng.choice(("application/json", "text/plain", "multipart/form-data", "x"))
         answer = await self.client.post(f"/v1/{path}", content=body, headers={"Content-Type": kind})
-        assert answer.status_code in (200, 400, 413), (body[:500], answer.text[:500])
+        assert answer.status_code in (200, 400, 404, 413, 503), (body[:500], answer.text[:500])
         if answer.status_code != 200:
             error = answer.json()["error"]
-            assert error["param"] and error["message"], (body[:500], error)
+            assert answer.status_code in (404, 503) or error["param"], (body[:500], error)
+            assert error["message"], (body[:500], error)
         self.counts[f"HTTP {answer.status_code}"] += 1
 
     async def run(self, is_enough: Callable[[int], bool]) -> None:
@@ -391,21 +399,23 @@ class Fuzzer:
 
 
 async def _fuzz(
-    service: OpenedService, pids: Sequence[int], is_enough: Callable[[int], bool], seed: int
+    engine: OpenedEngine, pids: Sequence[int], is_enough: Callable[[int], bool], seed: int
 ) -> Fuzzer:
-    app = make_app(service)
-    transport = httpx2.ASGITransport(app, raise_app_exceptions=True)
+    settings, admission = ServiceSettings(), Admission()
+    context = ServiceContext(settings, engine, KeyCheck((), ()), admission)
+    transport = httpx2.ASGITransport(make_app(context), raise_app_exceptions=True)
     async with (
-        service.driver,
+        engine,
         httpx2.AsyncClient(transport=transport, base_url="http://fuzz", timeout=60) as client,
     ):
-        driver, fuzzer = service.opened, Fuzzer(service, client, pids, seed)
+        admission.open(64)
+        driver, fuzzer = engine.opened, Fuzzer(engine, client, pids, seed)
         num_free = driver.scheduler.num_free_blocks
         await fuzzer.run(is_enough)
         async with asyncio.timeout(60):
             while driver.busy:
                 await asyncio.sleep(0.01)
-        assert service.driver.error is None
+        assert engine.driver.error is None and not admission.num_taken
         assert driver.scheduler.num_free_blocks == num_free, "blocks are lost"
         assert not driver._times._added and not _uploads_of(driver)._needs
         return fuzzer
@@ -428,8 +438,9 @@ def fuzz_count(is_enough: Callable[[int], bool], seed: int) -> dict[str, object]
         (model / "chat_template.jinja").write_text(TEMPLATE)
         with ForkedDaemons(["cpu"], directory) as daemons:
             config = worker_config(model, max_model_len=128)
-            service = OpenedService(model, daemons.endpoints, config, 64)
-            fuzzer = asyncio.run(_fuzz(service, daemons.pids, is_enough, seed))
+            plan = ServedGroup(model, config, tuple(daemons.endpoints))
+            with contextlib.closing(OpenedEngine(plan, ServiceSettings())) as engine:
+                fuzzer = asyncio.run(_fuzz(engine, daemons.pids, is_enough, seed))
     finally:
         shutil.rmtree(directory)
     watch = fuzzer.watch

@@ -5,7 +5,7 @@ import copy
 import functools
 import inspect
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -134,7 +134,10 @@ def build_run_options(
         str | None, typer.Option(help="Running daemons, in rank order: EP,EP,...")
     ] = None,
     pipeline_parallel_size: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks of a stage.")] = 1,
+    tensor_parallel_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks of a stage; default: 1, of `serve` one for each GPU."),
+    ] = None,
     layer_partition: Annotated[
         str | None, typer.Option(help="Layers of each stage: N,N,...; default: even.")
     ] = None,
@@ -271,7 +274,7 @@ def build_run_options(
     group = WorkerConfig(
         parallel=ParallelConfig(
             pipeline_parallel_size=pipeline_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
+            tensor_parallel_size=tensor_parallel_size or 1,
             layer_partition=None if layer_partition is None else _counts(layer_partition),
         ),
         model=ModelConfig(
@@ -355,14 +358,22 @@ def _counts(text: str) -> tuple[int, ...]:
         raise config_error("layer_partition", text, str(error), fix) from None
 
 
-def takes_run_options(command: Callable[..., None]) -> Callable[..., None]:
+def takes_run_options(
+    command: Callable[..., None],
+    *,
+    without: Collection[str] = (),
+    complete: Callable[[dict[str, Any]], None] = lambda values: None,
+) -> Callable[..., None]:
     """Return a command with the parameters of build_run_options and its own. The wrapped function
-    gets a RunOptions as its first argument."""
-    shared = list(map(_from_environment, inspect.signature(build_run_options).parameters.values()))
+    gets a RunOptions as its first argument. without: parameters that it does not have. complete: is
+    called with the values of all, and may change those of build_run_options."""
+    parameters = inspect.signature(build_run_options).parameters.values()
+    shared = [_from_environment(each) for each in parameters if each.name not in without]
     own = list(inspect.signature(command).parameters.values())[1:]
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
+        complete(values)
         options = build_run_options(**{entry.name: values.pop(entry.name) for entry in shared})
         command(options, **values)
 

@@ -92,12 +92,12 @@ class LiveRequests:
             self.queue(request, after)
         except Exception as error:  # as in add
             known = error if isinstance(error, RequestError) else refusal(error)
-            self.fail(request, known.reason)
+            self.refuse(request, known)
 
-    def fail(self, request: GenerationRequest, reason: str) -> None:
+    def refuse(self, request: GenerationRequest, error: RequestError) -> None:
         """End a request that the scheduler does not have, with an error."""
-        num_prompt_tokens = len(request.prompt)
-        self.end([failed_request(request.id, reason, num_prompt_tokens=num_prompt_tokens)])
+        name, num_tokens = request.id, len(request.prompt)
+        self.end([failed_request(name, error.reason, num_prompt_tokens=num_tokens, refusal=error)])
 
     def stop(self, output: RequestOutput) -> None:
         """End a request that the scheduler has."""

@@ -67,7 +67,7 @@ def _refuse(kind: type, name: str, value: object, path: str, error: Exception) -
         f"{path}{name} has the wrong type or is out of bounds: {reason}",
         field=path + name,
         value=value,
-        fix=f"give {_described(msgspec.inspect.type_info(wanted))}",
+        fix=f"give {described(msgspec.inspect.type_info(wanted))}",
     ) from None
 
 
@@ -104,7 +104,8 @@ def _unwrapped(value: object) -> object:
     return value
 
 
-def _described(kind: msgspec.inspect.Type) -> str:
+def described(kind: msgspec.inspect.Type) -> str:
+    """Return what a value of a type is, in words."""
     match kind:
         case BoolType():
             text = "true or false"
@@ -117,14 +118,14 @@ def _described(kind: msgspec.inspect.Type) -> str:
         case StrType():
             text = f"a text{_length(kind, 'characters')}"
         case CollectionType():
-            text = f"a list{_length(kind, 'entries')}, each {_described(kind.item_type)}"
+            text = f"a list{_length(kind, 'entries')}, each {described(kind.item_type)}"
         case TupleType():
-            text = f"a list of {' and '.join(map(_described, kind.item_types))}"
+            text = f"a list of {' and '.join(map(described, kind.item_types))}"
         case DictType():
-            key, value = _described(kind.key_type), _described(kind.value_type)
+            key, value = described(kind.key_type), described(kind.value_type)
             text = f"a mapping{_length(kind, 'entries')} from {key} to {value}"
         case UnionType():
-            text = ", or ".join(map(_described, kind.types))
+            text = ", or ".join(map(described, kind.types))
         case StructType():
             text = f"an object with {', '.join(each.name for each in kind.fields)}"
         case _:

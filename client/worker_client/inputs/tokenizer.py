@@ -181,7 +181,12 @@ class Tokenizer:
         lacks."""
         if token_id in self._special_ids:
             return False
-        return self._tokenizer.id_to_token(token_id) is not None
+        return self.name_of(token_id) is not None
+
+    def name_of(self, token_id: int) -> str | None:
+        """Return a token as the vocabulary has it; None for an id that the tokenizer lacks."""
+        name: str | None = self._tokenizer.id_to_token(token_id)
+        return name
 
 
 class TokenStream:

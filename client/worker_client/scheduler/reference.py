@@ -20,6 +20,7 @@ from worker_client.group.weights_state import WeightsVersion
 from worker_client.requests import (
     FinishReason,
     GenerationRequest,
+    Reports,
     RequestOutput,
     parent_id,
     sample_id,
@@ -177,6 +178,16 @@ class Scheduler:
         """Return the generated tokens of an unfinished request from number `first` on."""
         request = self._queues.unfinished.get(req_id)
         return [] if request is None else list(request.tokens[request.num_prompt_tokens + first :])
+
+    def generated_reports(self, req_id: str, first: int) -> Reports:
+        """Return what an unfinished request reports on its tokens from number `first` on, and on
+        its prompt."""
+        request = self._queues.unfinished.get(req_id)
+        reported = None if request is None else request.reported
+        if reported is None:
+            return Reports(None, None)
+        own = reported.logprobs
+        return Reports(None if own is None else own[first:], reported.prompt_logprobs)
 
     def has_unfinished_requests(self) -> bool:
         """Return True while a request has not finished."""

@@ -80,9 +80,9 @@ class PendingGrammarsPart(DriverPart):
         if not self._pending:
             return
         self._grammars.proceed()
-        for request, reason in self._pending.take_done():
-            if reason:
-                self._requests.fail(request, reason)
+        for request, refusal in self._pending.take_done():
+            if refusal is not None:
+                self._requests.refuse(request, refusal)
             else:
                 self._requests.queue_or_fail(request, after=self)
 

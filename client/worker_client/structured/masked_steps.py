@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from rpc_schema.extensions import extension_of
 from rpc_schema.step import NO_TOKEN
 from rpc_schema.structured import StructuredOutput
+from worker_client.errors import RequestError, request_error
+from worker_client.inputs.grammar_options import FIELD
 from worker_client.parts.registry import may_jump
 from worker_client.scheduler import RequestOutput, failed_request
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
@@ -306,7 +308,7 @@ class MaskedSteps:
         known = [row for row in self._paused.values() if row.is_known]
         for row in known:
             if row.matcher.error:
-                self._fail(row, row.matcher.error)
+                self._refuse(row)
             else:
                 self._resumed[row.req_id] = self._paused.pop(row.req_id)
         return [row.req_id for row in known if not row.matcher.error]
@@ -377,7 +379,7 @@ class MaskedSteps:
         row.note(tokens)
         self._rows[new.req_id] = row
         if row.matcher.error:
-            self._fail(row, row.matcher.error)
+            self._refuse(row)
 
     def _plan_rows(self, step: MaskedStep) -> None:
         """Find the rows that sample, and those of them whose masks can be computed now."""
@@ -420,7 +422,7 @@ class MaskedSteps:
         masks: dict[str, Int32s] = {}
         for row in rows:
             if row.matcher.error and not row.jumped:
-                self._fail(row, row.matcher.error)
+                self._refuse(row)
                 continue
             state = row.state
             if state not in filled:
@@ -436,10 +438,20 @@ class MaskedSteps:
         words[token // 32] = 1 << token % 32
         return words.view(np.int32)
 
-    def _fail(self, row: _Row, reason: str) -> None:
+    def _refuse(self, row: _Row) -> None:
+        """End a request whose grammar exceeds a bound."""
+        reason = row.matcher.error
+        fix = "simplify it, or send it again if it was served before"
+        self._fail(row, reason, request_error(FIELD, None, reason, fix))
+
+    def _fail(self, row: _Row, reason: str, refusal: RequestError | None = None) -> None:
         self.forget(row.req_id)
         self._faults[row.req_id] = failed_request(
-            row.req_id, reason, num_prompt_tokens=row.num_prompt_tokens, token_ids=row.tokens
+            row.req_id,
+            reason,
+            num_prompt_tokens=row.num_prompt_tokens,
+            token_ids=row.tokens,
+            refusal=refusal,
         )
 
 

@@ -6,9 +6,10 @@ from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple
 
 from rpc_schema.structured import StructuredOutput
-from worker_client.errors import RequestError
+from worker_client.errors import RequestError, request_error
+from worker_client.inputs.grammar_options import FIELD
 from worker_client.requests import GenerationRequest
-from worker_client.structured.masked_steps import TOO_LONG, CompiledGrammars, is_ready
+from worker_client.structured.masked_steps import CompiledGrammars, is_ready
 
 POLL_S = 0.05
 
@@ -46,25 +47,28 @@ class PendingRequests:
         if pending is not None:
             pending.compiled.cancel()  # its grammar is not compiled if nobody else waits for it
 
-    def take_done(self) -> Iterator[tuple[GenerationRequest, str]]:
-        """Yield the requests that need not wait any longer, each with the reason if it failed."""
+    def take_done(self) -> Iterator[tuple[GenerationRequest, RequestError | None]]:
+        """Yield the requests that need not wait any longer, each with its error if it failed."""
         now = time.monotonic()
         for req_id, pending in list(self._pending.items()):
             is_overdue = now > pending.until
             if not pending.compiled.done() and not is_overdue:
                 continue
             del self._pending[req_id]
-            yield pending.request, _reason(pending.compiled)
+            yield pending.request, _refusal(pending)
 
 
-def _reason(compiled: "Future[Any]") -> str:
+def _refusal(pending: _Pending) -> RequestError | None:
+    compiled = pending.compiled
     if not compiled.done():
         compiled.cancel()
-        return TOO_LONG
     try:
         compiled.result()
     except RequestError as error:
-        return error.reason
+        return error
     except CancelledError:
-        return TOO_LONG
-    return ""
+        grammar = pending.request.sampling.structured_outputs
+        value = None if grammar is None else grammar.text
+        problem, fix = "it was not compiled in time", "simplify it, or send fewer at a time"
+        return request_error(FIELD, value, problem, fix)
+    return None

@@ -1,0 +1,359 @@
+"""The means of a server: the driver on its group, the tokenizer, the chat template, and the
+names of the models. Makes requests of prompts and options, and text of their tokens."""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Final, NamedTuple, TypeVar, cast
+
+from worker_client.async_driver import AsyncDriver, RequestProgress
+from worker_client.driver import Driver
+from worker_client.driver_parts.registry import DriverOptions
+from worker_client.errors import ClientConfigError, RequestError, config_error
+from worker_client.group.loading import LoadedGroup
+from worker_client.group.loras import GroupAdapter
+from worker_client.inputs.chat_template import ChatTemplate, load_chat_template
+from worker_client.inputs.request_fields import Json, flat
+from worker_client.inputs.request_parser import RequestParser
+from worker_client.inputs.text_stream import StreamedText
+from worker_client.inputs.tokenizer import TextBounds, Tokenizer, load_tokenizer
+from worker_client.requests import GenerationRequest, forked, seeded, with_adapter
+from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
+from worker_client.scheduler.reference import OVERDUE
+from worker_client.scheduler_output import Logprobs
+from worker_client.service.errors import HttpError, unknown_model
+from worker_client.service.fields import BodyFields
+from worker_client.service.launch import OpenedGroup, ServedGroup, open_group
+from worker_client.service.settings import ServiceSettings
+from worker_client.structured.opening import open_grammars
+from worker_client.worker_group import RankProgress
+
+MAX_MAKING: Final = 64
+"""Requests whose prompts are made at a time."""
+
+T = TypeVar("T")
+Prompt = str | Sequence[int]
+"""A text, or its token ids."""
+
+
+class Model(NamedTuple):
+    """A model that a request has named."""
+
+    name: str
+    """The name that the request has used."""
+    adapter: GroupAdapter | None
+    """None: the model itself."""
+
+
+class ChoicePart(NamedTuple):
+    """Some more of a choice. The last one of a choice has its output."""
+
+    choice: int
+    """Index among all choices: those of the first prompt, then those of the next."""
+    text: str
+    token_ids: list[int]
+    logprobs: list[Logprobs] | None
+    """One for each of the tokens, if the request asked for them."""
+    prompt_logprobs: list[Logprobs | None] | None
+    """Those of the prompt, with the first part of a choice, if the request asked for them."""
+    output: RequestOutput | None
+
+
+class Engine:
+    """Owns the driver, and the processes of tokenizer and template. Everything but `make`, which
+    runs on threads of its own, belongs to the event loop."""
+
+    def __init__(self, plan: ServedGroup, settings: ServiceSettings) -> None:
+        """Read what can be read before anything is loaded.
+
+        Raises:
+            ClientConfigError: there is no tokenizer, or it cannot be read.
+        """
+        self.plan = plan
+        self.names = settings.names or (plan.model.name,)
+        """The model's names in requests; answers have the first."""
+        tokenizer = load_tokenizer(plan.model, TextBounds(plan.max_text_bytes))
+        if tokenizer is None:
+            problem, fix = "it has no tokenizer.json", "add it: requests and answers are texts"
+            raise config_error("model", str(plan.model), problem, fix)
+        self.tokenizer: Tokenizer = tokenizer
+        self.template: ChatTemplate | ClientConfigError
+        """The chat template, or why there is none."""
+        try:
+            self.template = load_chat_template(plan.model)
+        except ClientConfigError as error:  # told to those who chat
+            self.template = error
+        self.phase = "STARTING"
+        """Phase of the start, for operators."""
+        self.max_unfinished = plan.config.scheduler.max_num_seqs + settings.max_queue
+        """Bound on the samples that run or wait."""
+        self.driver = AsyncDriver(self._open_driver, max_requests=self.max_unfinished)
+        self.created = int(time.time())
+        """Unix time of the start, in seconds."""
+        self.adapters: Mapping[str, GroupAdapter] = {}
+        """LoRA adapters that requests can name as their model."""
+        self._settings = settings
+        self._opened: OpenedGroup | None = None
+        self._is_ready = False
+        self._parser = RequestParser(tokenizer.encode, encode_word=tokenizer.encode_word)
+        self._numbers = itertools.count()
+        self._threads = ThreadPoolExecutor(MAX_MAKING, "prompts")
+
+    async def __aenter__(self) -> "Engine":
+        """Open the group, and add the adapters of the settings. Raises what open_group raises."""
+        await self.driver.__aenter__()
+        try:
+            for name in self._settings.adapters:
+                await self.add_adapter(name)
+            await self.learn_adapters()
+        except BaseException:
+            await self.driver.__aexit__()
+            raise
+        self._is_ready = True
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Abort all requests, and close the group."""
+        await self.driver.__aexit__()
+
+    def close(self) -> None:
+        """End the making of requests, and its processes."""
+        self.tokenizer.close()
+        if isinstance(self.template, ChatTemplate):
+            self.template.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def is_ready(self) -> bool:
+        """True once the group is open."""
+        return self._is_ready
+
+    @property
+    def loaded(self) -> LoadedGroup:
+        """The loaded model; only once it is ready."""
+        assert self._opened is not None, "app.py lets no request in before"
+        return self._opened.loaded
+
+    @contextlib.contextmanager
+    def _open_driver(self) -> Iterator[Driver]:
+        """On the driver's thread."""
+        plan = self.plan
+        with open_group(plan, self._note_phase) as opened, contextlib.ExitStack() as stack:
+            loaded, metadata = opened.loaded, opened.loaded.metadata
+            self.tokenizer.fit_context(loaded.max_model_len)
+            grammars = open_grammars(plan.model, metadata.vocab_size, metadata.eos_token_ids)
+            stack.callback(grammars.close)
+            limits = scheduler_limits(loaded, plan.config, max_itl_ms=plan.max_itl_ms)
+            scheduler = Scheduler(limits, self.tokenizer)
+            self._opened = opened
+            self.phase = "READY"
+            yield Driver(
+                opened.group, scheduler, recover=opened.recover, options=DriverOptions(grammars)
+            )
+
+    def _note_phase(self, progress: RankProgress) -> None:
+        if progress.phase != "IDLE":
+            self.phase = f"{progress.phase} (rank {progress.rank})"
+
+    async def call(self, work: Callable[[Driver], T]) -> T:
+        """Call a function with the driver (and `driver.group`, `driver.scheduler`), on its thread
+        and between two steps: see AsyncDriver.call. What takes long holds up every request."""
+        return await self.driver.call(work)
+
+    async def add_adapter(self, name: str, *, load_inplace: bool = False) -> GroupAdapter:
+        """Read an adapter below the daemons' --lora-root while requests are served, and add it.
+        Raises what GroupLoras.add raises."""
+        task = await self.call(lambda d: d.group.loras.begin_add(name, load_inplace=load_inplace))
+        while await self.call(lambda _: task.proceed()):
+            await asyncio.sleep(ADAPTER_POLL_S)
+        await self.learn_adapters()
+        assert task.adapter is not None, "it has proceeded to its end"
+        return task.adapter
+
+    async def learn_adapters(self) -> None:
+        """Serve the adapters that all ranks have now, and no others."""
+        found = await self.call(lambda driver: tuple(driver.group.loras.known.values()))
+        self.adapters = {adapter.name: adapter for adapter in found}
+
+    def take_model(self, fields: BodyFields) -> Model:
+        """Return the model that a body names; the served one, if it names none. Raises HttpError
+        (404): it is not served."""
+        name: str = fields.take("model", str, self.names[0])
+        if name in self.names:
+            return Model(name, None)
+        if name in self.adapters:
+            return Model(name, self.adapters[name])
+        raise unknown_model(name, (*self.names, *self.adapters))
+
+    async def on_thread(self, work: Callable[[], T]) -> T:
+        """Run what takes time, as tokenizing and rendering do, on a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def make(
+        self,
+        options: Mapping[str, Json],
+        prompt: Prompt,
+        model: Model,
+        *,
+        add_special_tokens: bool = True,
+    ) -> GenerationRequest:
+        """Return a request for the driver; call it on a thread (on_thread). options: fields that
+        RequestParser reads. Raises RequestError: see `renamed`."""
+        if isinstance(prompt, str):
+            prompt = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        number, ids = next(self._numbers), cast("list[Json]", list(prompt))
+        fields: dict[str, Json] = {**options, "id": f"r{number}", "prompt_token_ids": ids}
+        request = seeded(self._parser.from_fields(fields, number))
+        if model.adapter is not None:
+            request = replace(request, lora=model.adapter.name)
+            request = with_adapter(request, model.adapter.extension)
+        return request
+
+    async def parts(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[ChoicePart, None]:
+        """Serve the requests of a body, all with the same n. Closing the generator aborts them.
+
+        Raises:
+            HttpError: one of them has failed.
+            RequestError: the driver refuses one of them, before any part.
+            WorkerDaemonError: the driver has ended.
+        """
+        if self._settings.request_s is not None:
+            deadline = time.monotonic() + self._settings.request_s
+            requests = [replace(request, deadline=deadline) for request in requests]
+        if len(requests) == 1:
+            streams = self._parts_of(requests[0], 0, "prompt")
+        else:
+            streams = _merged(
+                [
+                    self._parts_of(request, index * request.sampling.n, f"prompt[{index}]")
+                    for index, request in enumerate(requests)
+                ]
+            )
+        async with contextlib.aclosing(streams):
+            async for part in streams:
+                yield part
+
+    async def _parts_of(
+        self, request: GenerationRequest, first: int, field: str
+    ) -> AsyncGenerator[ChoicePart, None]:
+        """Serve one request. first: the index of its first choice; field: of its prompt, in
+        errors."""
+        samples = _Samples(request, self.tokenizer, first)
+        stream = self.driver.generate(request)
+        with renamed({"prompt": field}):
+            async with contextlib.aclosing(stream):
+                async for progress in stream:
+                    output = progress.output
+                    if output is not None and output.error:
+                        raise output.refusal or _failed(output)
+                    for part in samples.parts(progress):
+                        yield part
+
+
+class _Samples:
+    """Makes parts of the progress of one request's samples."""
+
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, first: int) -> None:
+        sampling = request.sampling
+        self._first = first
+        self._places = {sample.id: place for place, sample in enumerate(forked(request))}
+        includes_stop = sampling.include_stop_str_in_output
+        self._texts = [
+            StreamedText(tokenizer, sampling.stop, includes_stop=includes_stop)
+            for _ in self._places
+        ]
+        self._prompt: list[Logprobs | None] | None = None
+        """Log probabilities of the prompt. The first sample reports them, and each begins with
+        them."""
+        self._awaits_prompt = sampling.prompt_logprobs is not None
+        self._has_begun = [False] * len(self._places)
+        self._held: list[RequestProgress] = []
+        """Progress of others before that of the first sample."""
+
+    def parts(self, progress: RequestProgress) -> list[ChoicePart]:
+        """Return the parts that follow from some progress."""
+        if self._awaits_prompt:
+            self._held.append(progress)
+            reports = progress.reports
+            if reports is None or reports.prompt_logprobs is None:
+                return []
+            self._awaits_prompt, self._prompt = False, reports.prompt_logprobs
+            held, self._held = self._held, []
+            return list(map(self._part, held))
+        return [self._part(progress)]
+
+    def _part(self, progress: RequestProgress) -> ChoicePart:
+        place, reports, prompt = self._places[progress.req_id], progress.reports, None
+        if not self._has_begun[place]:
+            self._has_begun[place], prompt = True, self._prompt
+        return ChoicePart(
+            self._first + place,
+            self._texts[place].take(progress.token_ids, progress.output),
+            progress.token_ids,
+            None if reports is None else reports.logprobs,
+            prompt,
+            progress.output,
+        )
+
+
+ADAPTER_POLL_S: Final = 0.02
+"""Time between two questions whether the ranks have read an adapter."""
+
+
+def _failed(output: RequestOutput) -> HttpError:
+    if output.error == OVERDUE:
+        return HttpError(504, f"the request has not ended: {output.error}", code="deadline")
+    return HttpError(500, output.error, code="request_failed")
+
+
+async def _merged(
+    streams: Sequence[AsyncGenerator[ChoicePart, None]],
+) -> AsyncGenerator[ChoicePart, None]:
+    """Yield the parts of several generators as they come. A slow reader holds all of them up, and
+    the driver joins their tokens meanwhile."""
+    queue: asyncio.Queue[ChoicePart | Exception | None] = asyncio.Queue(maxsize=1)
+
+    async def feed(stream: AsyncGenerator[ChoicePart, None]) -> None:
+        try:
+            async with contextlib.aclosing(stream):
+                async for part in stream:
+                    await queue.put(part)
+        except Exception as error:  # raised again below
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    tasks = [asyncio.create_task(feed(stream)) for stream in streams]
+    try:
+        num_left = len(tasks)
+        while num_left:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_left -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Name the fields in RequestErrors as a body does. names: the body's name for each of the
+    driver's, as {"prompt": "messages"}; "prompt" stands for its token ids, too."""
+    try:
+        yield
+    except RequestError as error:
+        found = flat(error)
+        field = "prompt" if found.field == "prompt_token_ids" else found.field
+        head, dot, rest = field.partition(".")
+        raise found.named(names.get(head, head) + dot + rest) from None

@@ -1,0 +1,94 @@
+"""The group that a server drives: on running daemons, or on daemons that it starts, restarts when
+they die, and ends."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rpc_schema.config import WorkerConfig
+from worker_client.driver import Recover
+from worker_client.errors import WorkerDied
+from worker_client.group.loading import LoadedGroup
+from worker_client.group.replacement import REPLACE_WITHIN_S
+from worker_client.inputs.tokenizer import MAX_TEXT_BYTES
+from worker_client.launcher import LocalDaemons
+from worker_client.wire.keys import NO_KEYS, Keys
+from worker_client.worker_group import RankProgress, WorkerGroup
+
+
+@dataclass(frozen=True, slots=True)
+class ServedGroup:
+    """The model to serve, and the daemons to serve it on."""
+
+    model: Path
+    config: WorkerConfig
+    endpoints: tuple[str, ...] = ()
+    """Running daemons, in rank order; empty: start one on each of `devices`."""
+    devices: tuple[str, ...] = ()
+    keys: Keys = NO_KEYS
+    lora_root: Path | None = None
+    """Directory of the LoRA adapters of daemons that are started."""
+    num_gpu_blocks: int | None = None
+    fit_max_model_len: bool = False
+    reload: bool = False
+    force: bool = False
+    wait_s: float = 0.0
+    """Time for running daemons to be started."""
+    replace_within_s: float = REPLACE_WITHIN_S
+    """Time for the successor of a dead daemon."""
+    max_text_bytes: int = MAX_TEXT_BYTES
+    max_itl_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedGroup:
+    """A group that is ready to serve. Belongs to the driver's thread."""
+
+    group: WorkerGroup
+    loaded: LoadedGroup
+    recover: Recover
+    """Replaces a dead daemon."""
+
+
+@contextlib.contextmanager
+def open_group(
+    plan: ServedGroup, on_progress: Callable[[RankProgress], None] | None = None
+) -> Iterator[OpenedGroup]:
+    """Attach to the daemons, started here if there are none, and load the model if they do not have
+    it. At the end, daemons that run already keep it, and those started here are ended. Raises what
+    LocalDaemons, WorkerGroup.attach and WorkerGroup.prepare raise."""
+    with contextlib.ExitStack() as stack:
+        endpoints, daemons = plan.endpoints, None
+        if not endpoints:
+            daemons = stack.enter_context(
+                LocalDaemons(plan.devices, plan.model.parent, lora_root=plan.lora_root)
+            )
+            stack.enter_context(_logs_of_the_dead(daemons))
+            endpoints = tuple(daemons.endpoints)
+        group = stack.enter_context(WorkerGroup(endpoints, plan.config.parallel, plan.keys))
+        group.attach(force=plan.force, wait_s=plan.wait_s)
+        loaded = group.prepare(
+            plan.config,
+            num_gpu_blocks=plan.num_gpu_blocks,
+            fit_max_model_len=plan.fit_max_model_len,
+            reload=plan.reload,
+            on_progress=on_progress,
+        )
+
+        def recover(died: WorkerDied) -> None:
+            if daemons is not None:
+                daemons.restart_dead()
+            group.replace(died.rank, within_s=plan.replace_within_s)
+
+        yield OpenedGroup(group, loaded, recover)
+
+
+@contextlib.contextmanager
+def _logs_of_the_dead(daemons: LocalDaemons) -> Iterator[None]:
+    """Add the end of its log, which is deleted, to the error of a daemon that died."""
+    try:
+        yield
+    except WorkerDied as error:
+        detail = f"{error.detail}; its log ends with\n{daemons.log_tail(error.rank)}".rstrip()
+        raise WorkerDied(error.rank, error.endpoint, detail) from error

@@ -1,0 +1,43 @@
+"""The settings of a server, apart from those of the group that it drives (launch.py)."""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+MAX_BODY_BYTES: Final = 4 << 20
+MAX_PROMPTS: Final = 256
+MAX_QUEUE: Final = 1024
+READ_S: Final = 30.0
+WRITE_S: Final = 30.0
+DRAIN_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSettings:
+    """Checked settings."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: a free one."""
+    names: tuple[str, ...] = ()
+    """The model's names in requests, the first of which answers have; empty: that of its
+    directory."""
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters that are added before the server is ready."""
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    """Keys of clients; empty: any client may ask."""
+    admin_keys: tuple[str, ...] = field(default=(), repr=False)
+    """Keys of administrators, who may do what clients may; empty: there are none."""
+    max_body_bytes: int = MAX_BODY_BYTES
+    """A body is parsed at once, and nothing else runs meanwhile."""
+    max_prompts: int = MAX_PROMPTS
+    """Prompts in one body."""
+    max_queue: int = MAX_QUEUE
+    """Samples that may wait beyond those that run (max_num_seqs)."""
+    read_s: float = READ_S
+    """Seconds in which a body must be here."""
+    write_s: float = WRITE_S
+    """Seconds in which a client must take what is written to it."""
+    request_s: float | None = None
+    """Seconds after which a request ends with an error; None: never."""
+    drain_s: float = DRAIN_S
+    """Seconds that running requests have after a signal."""

@@ -1,0 +1,264 @@
+"""Answers of requests that generate: whole, or as server-sent events while the tokens come. A
+client that leaves, or does not read, ends its requests; it holds up nobody else."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from rpc_schema.errors import WorkerDaemonError
+from worker_client.errors import request_error
+from worker_client.requests import GenerationRequest
+from worker_client.service.context import ServiceContext
+from worker_client.service.engine import ChoicePart, renamed
+from worker_client.service.errors import HttpError, as_http_error
+from worker_client.service.fields import BodyFields
+from worker_client.service.json_text import to_json
+
+DONE: Final = b"data: [DONE]\n\n"
+_HEADERS: Final = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+T = TypeVar("T")
+JsonObject = dict[str, Any]
+
+
+class StreamOptions(NamedTuple):
+    """The form in which a client wants its answer."""
+
+    stream: bool
+    include_usage: bool
+    """A last chunk has the usage, and no choices."""
+    continuous_usage_stats: bool
+    """Every chunk has the usage so far."""
+
+
+class _Options(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+    """Ignored: OpenAI pads chunks by it."""
+
+
+def take_stream_options(fields: BodyFields) -> StreamOptions:
+    """Return a body's `stream` and `stream_options`. Raises RequestError."""
+    stream: bool = fields.take("stream", bool, False)
+    options = fields.take("stream_options", _Options, None)
+    if options is None:
+        return StreamOptions(stream, False, False)
+    if not stream:
+        fix = "leave it out, or give stream: true"
+        raise request_error("stream_options", "given", "the answer is not streamed", fix)
+    return StreamOptions(stream, options.include_usage, options.continuous_usage_stats)
+
+
+class Usage:
+    """Counts the tokens of an answer."""
+
+    def __init__(self, requests: Sequence[GenerationRequest]) -> None:
+        self.num_prompt_tokens = sum(len(request.prompt) for request in requests)
+        self.num_completion_tokens = 0
+        self._num_cached = 0
+        self._num_samples = requests[0].sampling.n
+
+    def take(self, part: ChoicePart) -> None:
+        """Count a part."""
+        self.num_completion_tokens += len(part.token_ids)
+        # The other samples of a prompt find what the first one has computed.
+        if part.output is not None and part.choice % self._num_samples == 0:
+            self._num_cached += part.output.num_cached_tokens
+
+    def as_json(self) -> JsonObject:
+        """Return OpenAI's usage object."""
+        prompt, completion = self.num_prompt_tokens, self.num_completion_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached},
+        }
+
+
+class AnswerForm(Protocol):
+    """Puts the parts of a body's requests into the form of an endpoint. One for each answer."""
+
+    def chunks(self, part: ChoicePart) -> Iterable[JsonObject]:
+        """Return the chunks of a stream for a part."""
+
+    def last_chunks(self) -> Iterable[JsonObject]:
+        """Return the chunks behind the last part."""
+
+    def take(self, part: ChoicePart) -> None:
+        """Take a part of an answer that is sent whole."""
+
+    def whole(self) -> JsonObject:
+        """Return that answer."""
+
+
+async def answer(
+    http: Request,
+    context: ServiceContext,
+    requests: Sequence[GenerationRequest],
+    form: AnswerForm,
+    names: Mapping[str, str],
+    *,
+    stream: bool,
+) -> Response:
+    """Serve the requests of a body, which have the same n, and answer in a form. names: see
+    `renamed`. Raises HttpError: there is no room for so many samples."""
+    http.state.ticket.take(len(requests) * requests[0].sampling.n)
+    parts = context.engine.parts(requests)
+    with renamed(names):
+        if not stream:
+            return await unless_client_leaves(http, _whole(parts, form))
+        # The driver refuses a request before its first token: the status is still open until then.
+        try:
+            first = await unless_client_leaves(http, anext(parts))
+        except BaseException:
+            await parts.aclose()
+            raise
+    return EventStream(_events(first, parts, form), context.settings.write_s, source=parts)
+
+
+async def _whole(parts: AsyncGenerator[ChoicePart, None], form: AnswerForm) -> Response:
+    async with contextlib.aclosing(parts):
+        async for part in parts:
+            form.take(part)
+    return Response(to_json(form.whole()), media_type="application/json")
+
+
+async def _events(
+    first: ChoicePart, parts: AsyncGenerator[ChoicePart, None], form: AnswerForm
+) -> AsyncGenerator[bytes, None]:
+    """Yield server-sent events: chunks, an error if there is one, and the end."""
+    async with contextlib.aclosing(parts):
+        try:
+            yield _joined(form.chunks(first))
+            async for part in parts:
+                yield _joined(form.chunks(part))
+            yield _joined(form.last_chunks())
+        except (HttpError, WorkerDaemonError) as error:
+            yield event(as_http_error(error).body)
+    yield DONE
+
+
+def event(value: JsonObject) -> bytes:
+    """Return a server-sent event."""
+    return b"data: " + to_json(value) + b"\n\n"
+
+
+def _joined(chunks: Iterable[JsonObject]) -> bytes:
+    return b"".join(map(event, chunks))
+
+
+class EventStream(Response):
+    """A response whose body is server-sent events, from an asynchronous generator that it closes.
+    A client that leaves, or takes nothing for write_s, ends it."""
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        write_s: float,
+        *,
+        source: AsyncGenerator[Any, None] | None = None,
+    ) -> None:
+        """source: what the events are made of; it is closed too, since events that were never asked
+        for cannot do that."""
+        super().__init__()
+        self._events = events
+        self._write_s = write_s
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events (ASGI)."""
+        state = scope["state"]
+        # A connection that is aborted is one that the client has left.
+        watch = _WriteWatch(self._write_s, state["abort"]) if "abort" in state else None
+        writing = asyncio.ensure_future(self._write(send, watch))
+        leaving = asyncio.ensure_future(_disconnect(receive))
+        try:
+            await asyncio.wait((writing, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                writing.result()
+        finally:
+            if watch is not None:
+                watch.close()
+            for task in (writing, leaving):
+                task.cancel()
+            await asyncio.gather(writing, leaving, return_exceptions=True)
+            await self._events.aclose()
+            if self._source is not None:
+                await self._source.aclose()
+
+    async def _write(self, send: Send, watch: "_WriteWatch | None") -> None:
+        timed = send if watch is None else watch.timed(send)
+        await timed({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        async for body in self._events:
+            if body:
+                await timed({"type": "http.response.body", "body": body, "more_body": True})
+        await timed({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _WriteWatch:
+    """Aborts a connection when a write to it takes too long. One timer for all writes: a timer for
+    each would take longer than the write."""
+
+    def __init__(self, write_s: float, abort: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._write_s = write_s
+        self._abort = abort
+        self._began: float | None = None
+        """Time at which the present write began."""
+        self._timer = self._loop.call_later(write_s, self._check)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._timer.cancel()
+
+    def timed(self, send: Send) -> Send:
+        """Return a function that sends, and is watched."""
+
+        async def watched(message: Message) -> None:
+            self._began = self._loop.time()
+            await send(message)
+            self._began = None
+
+        return watched
+
+    def _check(self) -> None:
+        left_s = self._write_s
+        if self._began is not None:
+            left_s += self._began - self._loop.time()
+        if left_s <= 0.0:
+            self._abort()
+        else:
+            self._timer = self._loop.call_later(left_s, self._check)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_client_leaves(http: Request, work: Awaitable[T]) -> T:
+    """Return the result of work. If the client leaves, cancel it, which aborts its requests, and
+    raise ClientDisconnect."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnect(http.receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
