@@ -183,7 +183,7 @@ class BlockPool:
         """Record the contents of a full block of the first group that ends at a border, of a pool
         with checkpoints. Of equal blocks, one with a checkpoint becomes the cached one."""
         known = self._block_of[0].get(block_hash)
-        if known is not None and self.has_checkpoint(block_id) and not self.has_checkpoint(known):
+        if known is not None and self._is_better(block_id, known):
             self._forget(known)
         self.remember(0, block_id, block_hash)
 
@@ -191,14 +191,23 @@ class BlockPool:
         """Return True if a block at a border has a checkpoint, in a pool with checkpoints."""
         return has_checkpoint(block_id, self._checkpoint_blocks)
 
+    def _is_better(self, block_id: int, known: int) -> bool:
+        """Return True if a block can have a checkpoint, and an equal one cannot."""
+        if not self._checkpoint_blocks:
+            return False
+        return self.has_checkpoint(block_id) and not self.has_checkpoint(known)
+
     def restore(self, group: int, block_id: int, block_hash: bytes) -> bool:
         """Record the contents of a block that an earlier driver has filled. Return False, with
         nothing recorded, if it is not free, or known already. Of several, the last to be restored
         is reused last."""
         if block_id not in self._free or block_id in self._hash_of:
             return False
-        if block_hash in self._block_of[group]:
-            return False
+        known = self._block_of[group].get(block_hash)
+        if known is not None:
+            if group or not self._is_better(block_id, known):
+                return False
+            self._forget(known)
         self.remember(group, block_id, block_hash)
         self._fresh.discard(block_id)  # the daemons have told us
         self._free.move_to_end(block_id)

@@ -118,3 +118,13 @@ def test_a_restored_block_is_the_last_of_its_kind():
     assert pool.allocate_from(3, 1) == [8] and pool.find(0, b"border") == 4
     assert pool.allocate(6) == [2, 3, 5, 6, 7, 1] and pool.find(0, b"other") is None
     assert pool.num_free == 1 and pool.allocate(1) == [4] and pool.find(0, b"border") is None
+
+
+@pytest.mark.parametrize(("every", "group", "found"), [(4, 0, 8), (4, 1, 3), (0, 0, 3)])
+def test_of_equal_blocks_that_with_a_checkpoint_is_restored(every, group, found):
+    """Only those of the first group have any."""
+    pool = BlockPool(9, 2, every)
+    assert pool.restore(group, 3, b"equal")
+    assert pool.restore(group, 8, b"equal") == (found == 8)
+    assert pool.find(group, b"equal") == found
+    assert not pool.restore(group, 5, b"equal")
