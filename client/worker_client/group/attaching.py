@@ -20,6 +20,7 @@ from rpc_schema.lease import MAX_LEASE_TTL_MS
 from worker_client.group.failure_state import Change, FailureState, GroupRequest
 from worker_client.group.group_channel import GroupChannel
 from worker_client.group.outcomes import DEFAULT_STEP_DEADLINE_S, StepsInFlight
+from worker_client.group.together import results_of, run_together
 from worker_client.wire.lease import LeaseTerms, Patience
 from worker_client.wire.worker_client import WorkerClient
 
@@ -81,15 +82,21 @@ class Attachment:
         self.channel.links.step_deadline_s = max(map(_step_deadline_s, statuses))
 
     def commit(
-        self, epoch: int, deadline: float | None, timeout_s: float | None, *, keep_requests: bool
+        self,
+        epoch: int,
+        deadline: float | None,
+        timeout_s: float | None,
+        owner: threading.Thread,
+        *,
+        keep_requests: bool,
     ) -> list[lc.Status]:
         """Begin an epoch that all daemons have granted, and return their states. deadline: None for
-        the time that daemons need to abandon a hanging step. After an error no reachable daemon is
-        attached."""
+        the time that daemons need to abandon a hanging step. owner: of the lease. After an error no
+        reachable daemon is attached."""
         if deadline is None or timeout_s is None:
             timeout_s = self.channel.links.step_deadline_s + ATTACH_SLACK_S
             deadline = time.monotonic() + timeout_s
-        return self._commit(epoch, deadline, timeout_s, keep_requests=keep_requests)
+        return self._commit(epoch, deadline, timeout_s, owner, keep_requests=keep_requests)
 
     def attach_present(self) -> list[lc.Status]:
         """Attach to the daemons that are present, under a new epoch that fences the lost ones."""
@@ -97,9 +104,8 @@ class Attachment:
         self._hello(deadline)
         epoch = _agree_on_epoch(self.channel.daemons.present, deadline)
         agree_s = self.channel.links.step_deadline_s + ATTACH_SLACK_S
-        return self._commit(
-            epoch, time.monotonic() + agree_s, agree_s, owner=self.channel.lease.owner
-        )
+        owner = self.channel.lease.owner
+        return self._commit(epoch, time.monotonic() + agree_s, agree_s, owner)
 
     def detach(self) -> None:
         """Give the lease back on all daemons at once, and wait for their replies. A daemon that
@@ -154,9 +160,9 @@ class Attachment:
         epoch: int,
         deadline: float,
         timeout_s: float,
+        owner: threading.Thread,
         *,
         keep_requests: bool = False,
-        owner: threading.Thread | None = None,
     ) -> list[lc.Status]:
         """Begin an epoch and return the daemons' states. All requests are sent before any reply is
         waited for: gloo has no abort, so only its peers can release a rank that hangs in a step.
@@ -239,19 +245,20 @@ def _commit_together(
     timeout_s: float | None,
     keep_requests: bool,
 ) -> list[list[lc.Status]]:
-    """Begin an epoch that all daemons have granted. After an error no reachable daemon is
-    attached."""
-    statuses: list[list[lc.Status]] = []
-    try:
+    """Begin an epoch that all daemons have granted, everywhere at once: a replica that hangs in a
+    step keeps no other one waiting. After an error no reachable daemon is attached."""
+    owner = threading.current_thread()
+
+    def commit(each: Attachment) -> list[lc.Status]:
+        return each.commit(epoch, deadline, timeout_s, owner, keep_requests=keep_requests)
+
+    if len(attachments) == 1:
+        return [commit(attachments[0])]
+    ended = run_together([partial(commit, each) for each in attachments])
+    if any(call.exception() is not None for call in ended):
         for each in attachments:
-            statuses.append(each.commit(epoch, deadline, timeout_s, keep_requests=keep_requests))
-    except BaseException:
-        for each in attachments[: len(statuses)]:
             each.leave()
-        for each in attachments[len(statuses) + 1 :]:
-            _release(each.channel.daemons.present, epoch)
-        raise
-    return statuses
+    return results_of(ended)
 
 
 def _agree_patiently(
@@ -297,16 +304,10 @@ def _prepare(
     except WorkerDaemonError:
         for client, epoch, reply in zip(clients, epochs, replies, strict=False):
             if reply.granted:
-                _release([client], epoch)
+                with contextlib.suppress(WorkerDaemonError):
+                    client.begin(partial(lc.Detach, epoch=epoch), LEAVE_TIMEOUT_S)
         raise
     return replies
-
-
-def _release(clients: Sequence[WorkerClient], epoch: int) -> None:
-    """Have daemons that have granted an epoch wait for it no more."""
-    for client in clients:
-        with contextlib.suppress(WorkerDaemonError):
-            client.begin(partial(lc.Detach, epoch=epoch), LEAVE_TIMEOUT_S)
 
 
 def _check_alike(greetings: Sequence[tuple[WorkerClient, str]]) -> None:

@@ -616,11 +616,9 @@ class GroupChannel:
                 if event.epoch == self.epoch and rank is not None:
                     self._state.report_drain(rank, drains=event.drains)
                     self._resending.heard(event, self._outstanding or self._seq + 1)
-                if self._gather is not None and self.on_progress is not None:
+                if self._gather is not None and self.on_progress is not None and rank is not None:
                     self.on_progress(
-                        RankProgress(
-                            self._gather.operation, event.rank, event.phase, event.phase_ms
-                        )
+                        RankProgress(self._gather.operation, rank, event.phase, event.phase_ms)
                     )
             case DriverStepsWanted():
                 self._answer_observer(event)

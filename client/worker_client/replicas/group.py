@@ -3,7 +3,7 @@ on all of them. Steps are each replica's own."""
 
 import contextlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from rpc_schema import lifecycle as lc
@@ -13,6 +13,7 @@ from worker_client.errors import config_error
 from worker_client.group.attaching import LEASE_WAIT_S, attach_together
 from worker_client.group.loading import LoadedGroup
 from worker_client.group.replacement import REPLACE_WITHIN_S, ReplacementReport
+from worker_client.group.together import results_of, run_together
 from worker_client.group.weights_state import check_same_weights, differing_ranks
 from worker_client.replicas.loras import ReplicaLoras
 from worker_client.wire.endpoint import new_driver_id
@@ -168,19 +169,12 @@ class DataParallelGroup:
         """
         for replica in self.replicas:
             replica.attachment.check_usable()
-        with ThreadPoolExecutor(len(self.replicas), thread_name_prefix="replica") as pool:
-            pending = [pool.submit(operation, replica) for replica in self.replicas]
-        errors = [error for error in (call.exception() for call in pending) if error is not None]
-        if errors:
-            for other in errors[1:]:
-                errors[0].add_note(f"and in another replica: {other}")
-            raise errors[0]
-        return [call.result() for call in pending]
+        return results_of(run_together([partial(operation, each) for each in self.replicas]))
 
     def replace(
         self, rank: int, endpoint: str | None = None, within_s: float = REPLACE_WITHIN_S
     ) -> ReplacementReport:
-        """Replace a lost rank, as WorkerGroup.replace does. Only its replica relinks, under a newer
+        """Replace a lost rank, as WorkerGroup.replace does. Only its replica relinks, under a new
         epoch of its own; the steps in flight of the others stay."""
         return self.replica_of(rank).replace(rank, endpoint, within_s)
 

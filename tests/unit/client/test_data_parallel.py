@@ -202,6 +202,17 @@ def test_lease_is_taken_of_all_replicas_or_none(connected):
     assert {replica.driver_id for replica in group.replicas} == {group.driver_id}
 
 
+def test_replica_that_hangs_keeps_no_other_one_from_attaching(connected):
+    group, _, daemons = connected(3)
+    daemons[0].attach_gate.clear()
+    thread = beside(group.attach)
+    wait_until(lambda: daemons[1].epoch and daemons[2].epoch, "the other replicas")
+    assert not daemons[0].epoch and thread.is_alive()
+    daemons[0].attach_gate.set()
+    thread.join()
+    assert len({daemon.epoch for daemon in daemons}) == 1
+
+
 def test_daemon_that_fails_to_attach_leaves_no_replica_attached(connected):
     group, _, daemons = connected(3, lease=LeaseTerms(ttl_s=20.0))
     original = daemons[1]._control_reply
