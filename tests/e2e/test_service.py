@@ -20,6 +20,7 @@ import pytest
 
 from benchmarks.demo_model import SENTENCES, make_demo_model
 from examples import embedded_driver
+from examples.lora_adapter import write_adapter
 from rpc_schema.config import ParallelConfig
 from tests.support.command_line import (
     CLIENT,
@@ -650,16 +651,30 @@ def test_a_signal_ends_a_server_that_loads(model, directory):
 
 
 def test_daemons_of_its_own_are_restarted_and_end_with_it(model, directory, cases, expected):
-    """A stream goes on with the same tokens when a daemon is killed. A second signal ends the
-    server at once, as `kill -9` would: no process is left behind."""
+    """A stream goes on with the same tokens when a daemon is killed, and its adapter is loaded
+    again. A second signal ends the server at once, as `kill -9` would: no process is left
+    behind."""
     own = directory / "own"
     own.mkdir()
-    with running(own, "--model", str(model), "--device", "cpu") as service:
+    write_adapter(model, own / "adapters" / "first", rank=4, seed=1)
+    adapters = ("--lora-root", str(own / "adapters"), "--max-loras", "1", "--lora", "first")
+    with running(own, "--model", str(model), "--device", "cpu", *adapters) as service:
         (daemon,) = [each for each in processes_of(own) if "worker_daemon" in each.cmdline()]
 
         async def main():
             async with service.client() as client:
+                listed = (await client.get("/v1/models")).json()["data"]
+                assert [(each["id"], each["parent"]) for each in listed] == [
+                    ("served", None),
+                    ("first", "served"),
+                ]
+                adapted = {**cases[-1], "model": "first"}
+                before = await post(client, adapted)
                 found, _ = await streamed(client, cases[-1], daemon.kill)
+                after = await post(client, adapted)
+                assert before["model"] == after["model"] == "first"
+                assert before["choices"] == after["choices"]
+                assert before["choices"][0]["text"] != found[0][0]
                 stream = events(client, long_case(0))
                 await anext(stream)
                 service.process.send_signal(signal.SIGTERM)
