@@ -478,10 +478,12 @@ def raw_client(service, body, length=None):
 
 
 def test_paths_models_and_keys(service):
-    """A body that does not come is not waited for."""
+    """A body, or a head, that does not come is not waited for."""
 
     async def main():
         late = raw_client(service, b"{", 9)
+        idle = [socket.create_connection(service.address) for _ in range(2)]
+        idle[1].sendall(b"GET /health HTTP/1.1\r\nHos")
         async with service.client() as client:
             listed = (await client.get("/v1/models")).json()
             assert [(each["id"], each["object"]) for each in listed["data"]] == [
@@ -513,11 +515,16 @@ def test_paths_models_and_keys(service):
                     assert answer.json()["error"]["code"] == "invalid_api_key"
                 assert (await stranger.post(PATH, content=b"{")).status_code == 401
                 assert (await stranger.get("/health")).status_code == 200
-        return late
+        return late, *idle
 
-    with asyncio.run(main()) as late:
+    late, *idle = asyncio.run(main())
+    with late, idle[0], idle[1]:
         late.settimeout(LIMIT_S)
         assert late.recv(4096).startswith(b"HTTP/1.1 408"), "its body was waited for"
+        for each in idle:
+            each.settimeout(LIMIT_S)
+            with contextlib.suppress(ConnectionResetError):
+                assert each.recv(1) == b""
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
