@@ -20,7 +20,7 @@ from worker_client.requests import (
 )
 from worker_client.scheduler.reference import OVERDUE
 from worker_client.scheduler_output import Logprobs
-from worker_client.service.engine import Engine
+from worker_client.service.engine import Engine, Model
 from worker_client.service.errors import HttpError
 from worker_client.service.launch import ServedGroup
 from worker_client.service.settings import ServiceSettings
@@ -146,6 +146,23 @@ def test_samples_begin_with_the_prompts_reports_and_count_it_once(engine):
         "total_tokens": 7,
         "prompt_tokens_details": {"cached_tokens": 0},
     }
+
+
+def test_a_servers_seed_gives_each_request_one(engine):
+    """A run with the same seed gives the same ones; a request's own wins."""
+    config, settings = engine.plan.config, ServiceSettings()
+    options = {"temperature": 1.0}
+
+    def seeds(seed):
+        plan = ServedGroup(engine.plan.model, config, seed=seed)
+        with contextlib.closing(Engine(plan, settings)) as made:
+            model = Model("named", None)
+            found = [made.make(options, [1], model).sampling.seed for _ in range(3)]
+            assert made.make({**options, "seed": 7}, [1], model).sampling.seed == 7
+            return found
+
+    assert seeds(5) == seeds(5) and len({*seeds(5)}) == 3
+    assert seeds(None) != seeds(None)
 
 
 def test_leaving_closes_every_request_of_a_body(engine):
