@@ -20,6 +20,7 @@ import pytest
 
 from benchmarks.demo_model import SENTENCES, make_demo_model
 from examples import embedded_driver
+from examples.lora_adapter import write_adapter
 from rpc_schema.config import ParallelConfig
 from tests.support.command_line import (
     CLIENT,
@@ -477,10 +478,12 @@ def raw_client(service, body, length=None):
 
 
 def test_paths_models_and_keys(service):
-    """A body that does not come is not waited for."""
+    """A body, or a head, that does not come is not waited for."""
 
     async def main():
         late = raw_client(service, b"{", 9)
+        idle = [socket.create_connection(service.address) for _ in range(2)]
+        idle[1].sendall(b"GET /health HTTP/1.1\r\nHos")
         async with service.client() as client:
             listed = (await client.get("/v1/models")).json()
             assert [(each["id"], each["object"]) for each in listed["data"]] == [
@@ -512,11 +515,16 @@ def test_paths_models_and_keys(service):
                     assert answer.json()["error"]["code"] == "invalid_api_key"
                 assert (await stranger.post(PATH, content=b"{")).status_code == 401
                 assert (await stranger.get("/health")).status_code == 200
-        return late
+        return late, *idle
 
-    with asyncio.run(main()) as late:
+    late, *idle = asyncio.run(main())
+    with late, idle[0], idle[1]:
         late.settimeout(LIMIT_S)
         assert late.recv(4096).startswith(b"HTTP/1.1 408"), "its body was waited for"
+        for each in idle:
+            each.settimeout(LIMIT_S)
+            with contextlib.suppress(ConnectionResetError):
+                assert each.recv(1) == b""
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
@@ -650,16 +658,30 @@ def test_a_signal_ends_a_server_that_loads(model, directory):
 
 
 def test_daemons_of_its_own_are_restarted_and_end_with_it(model, directory, cases, expected):
-    """A stream goes on with the same tokens when a daemon is killed. A second signal ends the
-    server at once, as `kill -9` would: no process is left behind."""
+    """A stream goes on with the same tokens when a daemon is killed, and its adapter is loaded
+    again. A second signal ends the server at once, as `kill -9` would: no process is left
+    behind."""
     own = directory / "own"
     own.mkdir()
-    with running(own, "--model", str(model), "--device", "cpu") as service:
+    write_adapter(model, own / "adapters" / "first", rank=4, seed=1)
+    adapters = ("--lora-root", str(own / "adapters"), "--max-loras", "1", "--lora", "first")
+    with running(own, "--model", str(model), "--device", "cpu", *adapters) as service:
         (daemon,) = [each for each in processes_of(own) if "worker_daemon" in each.cmdline()]
 
         async def main():
             async with service.client() as client:
+                listed = (await client.get("/v1/models")).json()["data"]
+                assert [(each["id"], each["parent"]) for each in listed] == [
+                    ("served", None),
+                    ("first", "served"),
+                ]
+                adapted = {**cases[-1], "model": "first"}
+                before = await post(client, adapted)
                 found, _ = await streamed(client, cases[-1], daemon.kill)
+                after = await post(client, adapted)
+                assert before["model"] == after["model"] == "first"
+                assert before["choices"] == after["choices"]
+                assert before["choices"][0]["text"] != found[0][0]
                 stream = events(client, long_case(0))
                 await anext(stream)
                 service.process.send_signal(signal.SIGTERM)

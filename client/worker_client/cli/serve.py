@@ -181,6 +181,7 @@ def serve(
         replace_within_s=run.replace_within_s,
         max_text_bytes=run.max_text_bytes,
         max_itl_ms=run.max_itl_ms,
+        seed=run.seed,
     )
     serve_group(plan, settings)
 

@@ -99,7 +99,7 @@ class Engine:
         self._settings = settings
         self._opened: OpenedGroup | None = None
         self._is_ready = False
-        self._parser = RequestParser(tokenizer.encode, encode_word=tokenizer.encode_word)
+        self._parser = RequestParser(tokenizer.encode, plan.seed, encode_word=tokenizer.encode_word)
         self._numbers = itertools.count()
         self._threads = ThreadPoolExecutor(MAX_MAKING, "prompts")
 

@@ -1,7 +1,6 @@
 """Errors of HTTP requests, as answers with OpenAI's error object:
 {"error": {"message", "type", "param", "code"}}."""
 
-import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -24,7 +23,6 @@ _TYPES: Final = {
     403: "permission_error",
     404: "not_found_error",
 }
-_LOG = logging.getLogger(__name__)
 
 
 class HttpError(Exception):
@@ -92,7 +90,7 @@ def as_http_error(error: Exception) -> HttpError:
         return HttpError(400, str(error), param=error.field)
     if isinstance(error, WorkerDaemonError):  # the driver has ended
         return unavailable(str(error))
-    _LOG.error("a request has failed", exc_info=error)
+    # uvicorn logs it: Starlette raises it again.
     return HttpError(500, f"the server has failed: {type(error).__name__}", code="internal_error")
 
 

@@ -39,6 +39,8 @@ class ServedGroup:
     """Time for the successor of a dead daemon."""
     max_text_bytes: int = MAX_TEXT_BYTES
     max_itl_ms: float | None = None
+    seed: int | None = None
+    """Requests without a seed get one that is derived from it and their number; None: random."""
 
 
 @dataclass(frozen=True, slots=True)

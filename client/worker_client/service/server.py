@@ -9,7 +9,8 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, cast
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -54,7 +55,7 @@ def serve(plan: ServedGroup, settings: ServiceSettings) -> None:
             context = ServiceContext(settings, engine, access, Admission())
             config = uvicorn.Config(
                 make_app(context),
-                http=_Protocol,
+                http=cast("type[asyncio.Protocol]", partial(_Protocol, head_s=settings.read_s)),
                 ws="none",
                 lifespan="off",
                 log_level="warning",
@@ -102,12 +103,41 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
 
 
 class _Protocol(H11Protocol):
-    """Gives requests a way to end their connection at once: `scope["state"]["abort"]`."""
+    """Gives requests a way to end their connection at once, `scope["state"]["abort"]`, and bounds
+    the time in which the head of a request must be here."""
+
+    def __init__(self, *, head_s: float, **options: Any) -> None:
+        super().__init__(**options)
+        self._head_s = head_s
+        self._head_timer: asyncio.TimerHandle | None = None
+        """Ends a connection with half a head, or nothing yet."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as its base
         """Note the connection."""
         self.app_state = {**self.app_state, "abort": transport.abort}
         super().connection_made(transport)
+        self._watch_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes of a head or a body."""
+        super().data_received(data)
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Note the end."""
+        super().connection_lost(exc)
+        self._unwatch_head()
+
+    def _watch_head(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._unwatch_head()
+        elif self._head_timer is None:
+            self._head_timer = self.loop.call_later(self._head_s, self.transport.abort)
+
+    def _unwatch_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
     def timeout_keep_alive_handler(self) -> None:
         """End an idle connection, without waiting for a client that has not read its answer."""
