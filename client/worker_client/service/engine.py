@@ -349,11 +349,13 @@ async def _merged(
 @contextlib.contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
     """Name the fields in RequestErrors as a body does. names: the body's name for each of the
-    driver's, as {"prompt": "messages"}; "prompt" stands for its token ids, too."""
+    driver's, or for a path there; "prompt" stands for its token ids, too."""
     try:
         yield
     except RequestError as error:
         found = flat(error)
         field = "prompt" if found.field == "prompt_token_ids" else found.field
+        if field in names:
+            raise found.named(names[field]) from None
         head, dot, rest = field.partition(".")
         raise found.named(names.get(head, head) + dot + rest) from None
