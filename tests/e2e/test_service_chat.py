@@ -15,6 +15,9 @@ from transformers import (
     AutoTokenizer,
 )
 
+from rpc_schema.config import LoraConfig
+from tests.support.checkpoints import Checkpoint
+from tests.support.lora_adapters import make_adapter
 from tests.support.pooling_reference import write_tokenizer
 from tests.support.service_app import service_app
 from tests.support.serving import worker_config
@@ -22,6 +25,7 @@ from tests.support.trained_model import call_text, chat, train_model
 
 HELLO, COUNT, OSLO, BOTH = "Say hello.", "Count to ten.", "Weather in Oslo?", "Oslo and Rome?"
 COUNTED = "one two three four five six seven eight nine ten"
+COUNTING = f"<|user|>{COUNT}<|end|><|assistant|>"
 OSLO_CALL, ROME_CALL = (call_text("get_weather", city=city) for city in ("Oslo", "Rome"))
 DOCUMENTS = [
     chat(HELLO, answer="Hello, world."),
@@ -31,6 +35,8 @@ DOCUMENTS = [
     chat(BOTH, answer=f"Let me look.\n{OSLO_CALL}\n{ROME_CALL}"),
 ]
 CHAT = "/v1/chat/completions"
+KEY = "of an administrator"
+ADMIN = {"headers": {"Authorization": f"Bearer {KEY}"}}
 BOMB = "{%- for a in range((n or 0) ** 4) %}{% for b in range(n ** 4) %}{% endfor %}{% endfor %}"
 CITY = {
     "type": "object",
@@ -53,7 +59,10 @@ def model(model_root):
 
 @pytest.fixture(scope="module")
 def service(daemons, model):
-    with service_app(model, worker_config(model), daemons.endpoints(1)) as service:
+    room = LoraConfig(max_loras=1, max_lora_rank=8, max_cpu_loras=2)
+    config = worker_config(model, enable_sleep_mode=True, lora=room)
+    keys = {"admin_keys": (KEY,), "api_keys": ()}
+    with service_app(model, config, daemons.endpoints(1), **keys) as service:
         yield service
 
 
@@ -350,6 +359,111 @@ def test_bad_inputs_name_their_field(service, name):
     assert service.refused(path, fields)[0] == field
 
 
+def greedy(model, path, prompt, length=8):
+    """Text of the tokens that transformers' model takes."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    found = model.generate(ids, max_new_tokens=length, do_sample=False, attention_mask=ids > -1)
+    return tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def completed(service, prompt, **fields):
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 8, **fields}
+    return service.ok("/v1/completions", body)["choices"][0]["text"]
+
+
+def test_administrators_load_adapters(service, model):
+    base = Checkpoint(model, AutoModelForCausalLM.from_pretrained(model))
+    merged = make_adapter(base, "first", seed=3).model
+    make_adapter(base, "large", seed=4, rank=16)
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    assert service.post(load, {"lora_name": "first"}).status_code == 401
+    assert service.refused("/v1/completions", {"prompt": "a", "model": "first"}, 404)[0] == "model"
+    service.ok(load, {"lora_name": "poet", "lora_path": "first"}, **ADMIN)
+    models = [each["id"] for each in service.get("/v1/models").json()["data"]]
+    assert models == ["trained", "poet"]
+    own, others = completed(service, COUNTING, model="poet"), completed(service, COUNTING)
+    assert own == greedy(merged, model, COUNTING)
+    assert own != others == greedy(base.model, model, COUNTING)
+    wrong = [
+        (load, {"lora_name": "none"}, 400),
+        (load, {"lora_name": "large"}, 400),
+        (load, {"lora_name": "first", "lora_path": "/elsewhere"}, 400),
+        (load, {"lora_name": "poet", "lora_path": "large"}, 400),
+        (load, {"lora_name": "trained", "lora_path": "first"}, 400),
+        (load, {}, 400),
+        (unload, {"lora_name": "large"}, 404),
+    ]
+    for path, body, status in wrong:
+        answer = service.post(path, body, **ADMIN)
+        assert answer.status_code == status, answer.text
+        assert answer.json()["error"]["param"] in ("lora_name", "lora_path"), answer.text
+    assert completed(service, COUNTING, model="poet") == own
+    service.ok(unload, {"lora_name": "poet"}, **ADMIN)
+    assert service.refused("/v1/completions", {"prompt": "a", "model": "poet"}, 404)[0] == "model"
+
+
+def test_administrators_put_the_group_to_sleep(service):
+    before = completed(service, HELLO)
+    assert service.post("/sleep").status_code == 401
+    assert service.post("/sleep?level=3", **ADMIN).json()["error"]["param"] == "level"
+    assert service.post("/wake_up?tags=all", **ADMIN).json()["error"]["param"] == "tags"
+    assert service.get("/is_sleeping", **ADMIN).json() == {"is_sleeping": False}
+    assert service.ok("/sleep", **ADMIN) == {"is_sleeping": True}
+    assert service.get("/is_sleeping", **ADMIN).json() == {"is_sleeping": True}
+    answer = service.post(CHAT, asked(HELLO))
+    assert (answer.status_code, "wake_up" in answer.text) == (503, True)
+    assert service.ok("/wake_up?tags=weights", **ADMIN) == {"is_sleeping": True}
+    assert service.post(CHAT, asked(HELLO)).status_code == 503
+    assert service.ok("/wake_up", **ADMIN) == {"is_sleeping": False}
+    assert completed(service, HELLO) == before
+    service.ok("/sleep?level=2", **ADMIN)
+    service.ok("/wake_up", **ADMIN)
+    answer = service.post(CHAT, asked(HELLO))
+    assert (answer.status_code, "update_weights" in answer.text) == (503, True)
+    service.ok("/update_weights", {}, **ADMIN)
+    assert completed(service, HELLO) == before
+
+
+def test_administrators_update_the_weights(service, model, model_root):
+    before = completed(service, COUNTING)
+    reference = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        reference.model.layers[0].mlp.down_proj.weight.neg_()
+    reference.save_pretrained(model_root / "changed")
+    first = service.ok("/update_weights", {"path": str(model_root / "changed")}, **ADMIN)
+    after = completed(service, COUNTING)
+    assert before != after == greedy(reference, model, COUNTING)
+    answer = service.post("/update_weights", {"path": str(model_root / "none")}, **ADMIN)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "path"), answer.text
+    answer = service.post("/update_weights", {"version": first["version"]}, **ADMIN)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "version"), answer.text
+    assert completed(service, COUNTING) == after
+    again = service.ok("/update_weights", {"path": str(model), "version": 40}, **ADMIN)
+    assert again == {"version": 40}
+    assert completed(service, COUNTING) == before
+
+
+def test_requests_that_run_are_not_lost(service):
+    """An administrator waits for them, and they do not wait for an administrator."""
+
+    async def main(client):
+        body = {"prompt": HELLO, "max_tokens": 150, "ignore_eos": True, "temperature": 0}
+        running = asyncio.ensure_future(client.post("/v1/completions", json=body))
+        while not service.context.admission.num_taken:
+            await asyncio.sleep(0)
+        refused = [
+            await client.post("/sleep", **ADMIN),
+            await client.post("/update_weights", json={}, **ADMIN),
+        ]
+        return await running, refused
+
+    answer, refused = service.run(main)
+    assert answer.json()["usage"]["completion_tokens"] == 150
+    assert [each.status_code for each in refused] == [409, 409]
+    assert completed(service, COUNTING)
+
+
 def test_scores_of_a_cross_encoder(daemons, checkpoint):
     reference = checkpoint("BertForSequenceClassification", num_labels=1, seed=4)
     write_tokenizer(reference.path, "Bert")
@@ -379,3 +493,4 @@ def test_scores_of_a_cross_encoder(daemons, checkpoint):
         assert len(service.ok("/score", many)["data"]) == 150
         assert service.refused("/v1/embeddings", {"input": "w9"})[0] == "model"
         assert service.refused(CHAT, asked("w9"))[0] == "chat_template"
+        assert service.post("/sleep").status_code == 403

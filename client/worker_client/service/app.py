@@ -8,6 +8,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from worker_client.service.access import OPEN_PATHS
+from worker_client.service.admin import admin_router
 from worker_client.service.chat import chat_router
 from worker_client.service.completions import completions_router
 from worker_client.service.context import ServiceContext
@@ -26,6 +27,7 @@ ROUTERS: Final[tuple[Callable[[ServiceContext], APIRouter], ...]] = (
     embeddings_router,
     scores_router,
     tokens_router,
+    admin_router,
 )
 """The endpoints. A new file of them is added here."""
 
