@@ -6,13 +6,16 @@ STAMP := $(VENV)/.installed
 # vLLM pins its own versions of torch and transformers: it has an environment of its own, and runs beside the daemons of .venv.
 VLLM_VENV ?= build/vllm-venv
 VLLM_STAMP := build/vllm-venv/.installed
+# Clients of OpenAI's API pin their own versions of much, too.
+CLIENTS_VENV ?= build/clients-venv
+CLIENTS_STAMP := build/clients-venv/.installed
 PYTEST := $(BIN)/python -m pytest
 # More processes than cores, as tests of faults wait for deadlines; a file's tests share daemons; slow files come first.
 SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
 # Dozens of daemons and commands are started: each would compile its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-vllm run test test-all faults stalls soak check fmt type bench fuzz schemas matrix test-vllm test-vllm-upstream test-gpu test-gpu-kernels test-gpu-daemons test-multi-gpu golden clean
+.PHONY: help setup setup-vllm run test test-all faults stalls soak check fmt type bench fuzz schemas matrix test-vllm test-vllm-upstream test-clients test-gpu test-gpu-kernels test-gpu-daemons test-multi-gpu golden clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -33,7 +36,7 @@ run: $(STAMP)    ## make a small checkpoint, start two daemons, generate, stop
 	$(BIN)/python -m benchmarks.demo
 
 test: $(STAMP)   ## run the tests that need no GPU: make test ARGS="--cpu-report build/cpu.json"
-	$(PYTEST) tests --ignore tests/gpu --ignore tests/multi_gpu --ignore tests/vllm $(SPREAD) $(ARGS)
+	$(PYTEST) tests --ignore tests/gpu --ignore tests/multi_gpu --ignore tests/vllm --ignore tests/clients $(SPREAD) $(ARGS)
 
 test-all:        ## before a release: also the tests that show little beyond others
 	$(MAKE) test ARGS="--exhaustive $(ARGS)"
@@ -83,6 +86,14 @@ $(VLLM_STAMP): tests/vllm/constraints.txt tests/vllm/make_environment.sh
 
 test-vllm-upstream: $(STAMP) $(if $(filter build/vllm-venv,$(VLLM_VENV)),$(VLLM_STAMP))  ## vLLM's own tests on our daemons, against tests/vllm/upstream.toml: make test-vllm-upstream ARGS=completion
 	DAEMON_PYTHON=$(BIN)/python $(VLLM_VENV)/bin/python -m tests.vllm.upstream build/vllm/vllm-0.33.0.tar.gz $(ARGS)
+
+test-clients: $(STAMP) $(if $(filter build/clients-venv,$(CLIENTS_VENV)),$(CLIENTS_STAMP))  ## openai, langchain, litellm, instructor and pydantic-ai on worker-client serve
+	SERVER_PYTHON=$(BIN)/python $(CLIENTS_VENV)/bin/python -m pytest -p no:anyio -p no:unraisableexception $(or $(ARGS),tests/clients)
+
+$(CLIENTS_STAMP): tests/clients/constraints.txt tests/clients/make_environment.sh
+	@echo "making build/clients-venv: clients of OpenAI's API are downloaded, once; this takes minutes and prints nothing"
+	tests/clients/make_environment.sh $(PYTHON) build/clients-venv
+	touch $(CLIENTS_STAMP)
 
 test-gpu: $(STAMP)        ## tests that need one GPU: kernels and daemons side by side, then those that need it alone
 	$(MAKE) -j2 --output-sync=target test-gpu-kernels test-gpu-daemons

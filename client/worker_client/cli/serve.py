@@ -27,6 +27,7 @@ from worker_client.worker_group import parse_endpoints
 NOT_SERVED: Final = ("prompt", "input_", "output", "max_tokens", "restart")
 """Options of a run that a server does not have."""
 PACKAGES: Final = ("fastapi", "uvicorn")
+TOOL_FORMS: Final = ("hermes", "llama3_json", "mistral")
 
 
 def _devices(device: Device, gpus: str | None) -> list[str]:
@@ -111,6 +112,13 @@ def serve(
         Path | None,
         typer.Option(envvar="WORKER_CLIENT_ADMIN_KEY_FILE", help="File of such keys."),
     ] = None,
+    tool_call_parser: Annotated[
+        str,
+        typer.Option(
+            help=f"How the model writes calls of tools: {', '.join(TOOL_FORMS)}. Default: as its "
+            "chat template shows."
+        ),
+    ] = "",
     max_queue: Annotated[
         int, typer.Option(min=0, help="Samples that may wait beyond --max-num-seqs.")
     ] = MAX_QUEUE,
@@ -158,6 +166,7 @@ def serve(
         adapters=tuple(lora or ()),
         api_keys=read_keys_of("api_key", api_key, api_key_file),
         admin_keys=read_keys_of("admin_key", admin_key, admin_key_file),
+        tool_call_parser=_tool_form(tool_call_parser),
         max_body_bytes=max_body_bytes,
         max_prompts=max_prompts,
         max_queue=max_queue,
@@ -184,6 +193,13 @@ def serve(
         seed=run.seed,
     )
     serve_group(plan, settings)
+
+
+def _tool_form(given: str) -> str:
+    if given and given not in TOOL_FORMS:
+        fix = f"use one of {', '.join(TOOL_FORMS)}"
+        raise config_error("tool_call_parser", given, "there is no such form", fix)
+    return given
 
 
 def _placed(run: RunOptions, gpus: str | None) -> tuple[str, ...]:

@@ -78,6 +78,8 @@ class ChatTemplate:
         """
         named = {DEFAULT: templates} if isinstance(templates, str) else dict(templates)
         self._names = frozenset(named)
+        self.sources = tuple(named.values())
+        """The templates' texts."""
         check_text_bytes("max_output_bytes", bounds.max_output_bytes)
         self._bounds = bounds
         setup = _setup_message(
@@ -89,12 +91,18 @@ class ChatTemplate:
             JobBounds(COMPILE_S, bounds.render_s, bounds.memory_bytes),
             max_processes=MAX_PROCESSES,
         )
-        self._roles = ROLES | self._compiled()
+        self._compared = self._compiled()
+        self._roles = ROLES | self._compared
 
     def close(self) -> None:
         """End the processes, and every render that runs. Not needed: they end with the last user of
         this object."""
         self._pool.close()
+
+    def compares(self, text: str) -> bool:
+        """Return True if a template compares something with a text, as with a role that it
+        knows."""
+        return text in self._compared
 
     def render(
         self,

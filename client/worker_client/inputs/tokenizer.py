@@ -7,9 +7,10 @@ millisecond. Tokens are decoded here, one at a time, by what of the file only de
 expression, and a bounded text for each token.
 """
 
+import contextlib
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -20,6 +21,7 @@ from tokenizers import Tokenizer as _Tokenizer
 from rpc_schema.token_rules import MAX_BAD_WORD_TOKENS
 from worker_client.errors import ClientConfigError, RequestError, config_error, request_error
 from worker_client.inputs.job_pool import JobBounds, JobExceeded, JobFailed, JobPool
+from worker_client.inputs.token_bytes import token_bytes
 from worker_client.inputs.tokenizer_process import DESCRIBE, FAILED, Description, Encode
 
 FILE_NAME = "tokenizer.json"
@@ -97,6 +99,10 @@ class Tokenizer:
         description = _described(self._short, path)
         self._longest_token_bytes = description.longest_token_bytes
         self._tokenizer = _Tokenizer.from_buffer(description.decoding)
+        decoder = msgspec.json.decode(description.decoding).get("decoder")
+        self._bytes_of: Callable[[str], bytes] | None = None
+        with contextlib.suppress(ValueError):  # it does not work on bytes
+            self._bytes_of = token_bytes(decoder)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(number for number, token in added.items() if token.special)
 
@@ -121,6 +127,12 @@ class Tokenizer:
         """
         return self._ids(text, "prompt", add_special_tokens=add_special_tokens)
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
+        """Return the token ids of two texts as one prompt, with special tokens, and the index of
+        the first token of type 1, if the tokenizer has types. Raises as encode does."""
+        start, *ids = self._ids(first, "prompt", second, add_special_tokens=True)
+        return ids, None if start < 0 else start
+
     def encode_word(self, text: str) -> list[int]:
         """Return the token ids of a bad word, without special tokens. Raises as encode does."""
         most = max(MIN_WORD_BYTES, MAX_BAD_WORD_TOKENS * self._longest_token_bytes)
@@ -129,10 +141,14 @@ class Tokenizer:
             raise _refused(text, "bad_words", f"a word has more than {most} characters", fix)
         return self._ids(text, "bad_words", add_special_tokens=False)
 
-    def _ids(self, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
+    def _ids(
+        self, text: str, field: str, second: str | None = None, *, add_special_tokens: bool
+    ) -> list[int]:
         num_bytes = self._checked_size(text, field)
+        if second is not None:
+            num_bytes += self._checked_size(second, field)
         limit_s = self._bounds.limit_s(num_bytes)
-        job = Encode(text, add_special_tokens, limit_s)
+        job = Encode(text, add_special_tokens, limit_s, second)
         pool = self._short if num_bytes <= SHORT_TEXT_BYTES else self._long
         try:
             answer = pool.run(msgspec.msgpack.encode(job), limit_s)
@@ -175,6 +191,25 @@ class Tokenizer:
         """Return the text of token ids, without special tokens, as `tokenizers` decodes them."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to a text; of a special token, those of its name."""
+        name = self.name_of(token_id) or ""
+        if token_id in self._special_ids:
+            return name.encode()
+        if self._bytes_of is not None:
+            return self._bytes_of(name)
+        return self.decode_at_once([token_id]).encode()
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, with special tokens."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
+    def special_id(self, name: str) -> int | None:
+        """Return the id of a special token; None if there is none of this name."""
+        token_id: int | None = self._tokenizer.token_to_id(name)
+        return token_id if token_id in self._special_ids else None
 
     def has_text(self, token_id: int) -> bool:
         """Return False for special tokens, and for ids that the model has and the tokenizer

@@ -30,6 +30,9 @@ class Encode(msgspec.Struct, frozen=True):
     add_special_tokens: bool
     limit_s: float
     """Processor seconds that it may take."""
+    second: str | None = None
+    """Text of a pair; the answer then has the number of its first token before the ids, which is -1
+    if it has no token types of its own."""
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -67,11 +70,15 @@ class _Encoding:
         limit_processor_time(job.limit_s)
         try:  # without offsets, in a third of the time of encode
             (encoded,) = self._tokenizer.encode_batch_fast(
-                [job.text], add_special_tokens=job.add_special_tokens
+                [job.text if job.second is None else (job.text, job.second)],
+                add_special_tokens=job.add_special_tokens,
             )
         except BaseException as error:  # likewise
             return _failed(error)
-        return DONE + np.array(encoded.ids, np.int32).tobytes()
+        ids = encoded.ids
+        if job.second is not None:
+            ids = [next((at for at, kind in enumerate(encoded.type_ids) if kind), -1), *ids]
+        return DONE + np.array(ids, np.int32).tobytes()
 
     def _describe(self) -> bytes:
         fields = msgspec.json.decode(self._file)

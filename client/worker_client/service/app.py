@@ -8,16 +8,26 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from worker_client.service.access import OPEN_PATHS
+from worker_client.service.admin import admin_router
+from worker_client.service.chat import chat_router
 from worker_client.service.completions import completions_router
 from worker_client.service.context import ServiceContext
+from worker_client.service.embeddings import embeddings_router
 from worker_client.service.errors import HttpError, answer, answer_errors, unavailable
 from worker_client.service.health import health_router
 from worker_client.service.models import models_router
+from worker_client.service.scores import scores_router
+from worker_client.service.tokens import tokens_router
 
 ROUTERS: Final[tuple[Callable[[ServiceContext], APIRouter], ...]] = (
     completions_router,
     models_router,
     health_router,
+    chat_router,
+    embeddings_router,
+    scores_router,
+    tokens_router,
+    admin_router,
 )
 """The endpoints. A new file of them is added here."""
 

@@ -95,7 +95,9 @@ class Engine:
         self.created = int(time.time())
         """Unix time of the start, in seconds."""
         self.adapters: Mapping[str, GroupAdapter] = {}
-        """LoRA adapters that requests can name as their model."""
+        """LoRA adapters by the names that requests give as their model."""
+        self._served_as: dict[str, str] = {}
+        """Such names that are not the adapter's own, by the latter."""
         self._settings = settings
         self._opened: OpenedGroup | None = None
         self._is_ready = False
@@ -164,12 +166,16 @@ class Engine:
         and between two steps: see AsyncDriver.call. What takes long holds up every request."""
         return await self.driver.call(work)
 
-    async def add_adapter(self, name: str, *, load_inplace: bool = False) -> GroupAdapter:
+    async def add_adapter(
+        self, name: str, *, served_as: str = "", load_inplace: bool = False
+    ) -> GroupAdapter:
         """Read an adapter below the daemons' --lora-root while requests are served, and add it.
-        Raises what GroupLoras.add raises."""
+        served_as: its name in requests, if that is another one. Raises what GroupLoras.add
+        raises."""
         task = await self.call(lambda d: d.group.loras.begin_add(name, load_inplace=load_inplace))
         while await self.call(lambda _: task.proceed()):
             await asyncio.sleep(ADAPTER_POLL_S)
+        self._served_as[name] = served_as or name
         await self.learn_adapters()
         assert task.adapter is not None, "it has proceeded to its end"
         return task.adapter
@@ -177,7 +183,7 @@ class Engine:
     async def learn_adapters(self) -> None:
         """Serve the adapters that all ranks have now, and no others."""
         found = await self.call(lambda driver: tuple(driver.group.loras.known.values()))
-        self.adapters = {adapter.name: adapter for adapter in found}
+        self.adapters = {self._served_as.get(own.name, own.name): own for own in found}
 
     def take_model(self, fields: BodyFields) -> Model:
         """Return the model that a body names; the served one, if it names none. Raises HttpError
@@ -349,11 +355,13 @@ async def _merged(
 @contextlib.contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
     """Name the fields in RequestErrors as a body does. names: the body's name for each of the
-    driver's, as {"prompt": "messages"}; "prompt" stands for its token ids, too."""
+    driver's, or for a path there; "prompt" stands for its token ids, too."""
     try:
         yield
     except RequestError as error:
         found = flat(error)
         field = "prompt" if found.field == "prompt_token_ids" else found.field
+        if field in names:
+            raise found.named(names[field]) from None
         head, dot, rest = field.partition(".")
         raise found.named(names.get(head, head) + dot + rest) from None

@@ -98,6 +98,12 @@ async def read_fields(http: Request, settings: ServiceSettings) -> BodyFields:
         ClientDisconnect: the client has left.
     """
     http.state.ticket.take(1)
+    return await read_body(http, settings)
+
+
+async def read_body(http: Request, settings: ServiceSettings) -> BodyFields:
+    """Return the fields of a request's body, also while the server takes no requests. Raises as
+    read_fields does."""
     try:
         async with asyncio.timeout(settings.read_s):
             body = await _read(http, settings.max_body_bytes)

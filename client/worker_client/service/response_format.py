@@ -1,6 +1,6 @@
 """OpenAI's response_format, as structured output."""
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -19,6 +19,13 @@ class _Schema(msgspec.Struct, forbid_unknown_fields=True):
 class _Format(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _Schema | None = None
+
+
+FORMAT_NAMES: Final = {
+    "structured_outputs": "response_format",
+    "structured_outputs.json": "response_format.json_schema.schema",
+}
+"""Names of a body's response_format, by those of the driver (engine.renamed)."""
 
 
 def take_response_format(fields: BodyFields, *, has_other: bool) -> dict[str, Any] | None:

@@ -27,6 +27,9 @@ class ServiceSettings:
     """Keys of clients; empty: any client may ask."""
     admin_keys: tuple[str, ...] = field(default=(), repr=False)
     """Keys of administrators, who may do what clients may; empty: there are none."""
+    tool_call_parser: str = ""
+    """Form in which the model calls tools (tool_calls.ToolForm); empty: as its chat template shows.
+    """
     max_body_bytes: int = MAX_BODY_BYTES
     """A body is parsed at once, and nothing else runs meanwhile."""
     max_prompts: int = MAX_PROMPTS

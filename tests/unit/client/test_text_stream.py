@@ -15,6 +15,7 @@ from worker_client.inputs.tokenizer import MAX_WINDOW, REPLACEMENT, Tokenizer
 from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import RequestOutput, Scheduler, SchedulerLimits
 from worker_client.scheduler_output import StepResult
+from worker_client.service.marked_text import MarkedText
 
 CHARACTERS = "aab  \n.Zé\u0301\u200d🙂👩🏽你好한ᄀ\U0001f1e9\U0001f1ea"
 TEXTS = ["a ab aab. Zab é aé 🙂🙂 你好 a你", "aaab baba. ba\nb \u0301a \U0001f1e9\U0001f1ea"] * 8
@@ -23,6 +24,7 @@ SPECIAL = ["<bos>", "<eos>"]
 text_of = st.text(CHARACTERS, max_size=30)
 some_stops = st.lists(st.text(CHARACTERS, min_size=1, max_size=5), max_size=4)
 fast = settings(max_examples=150, deadline=None, database=None)
+few = settings(max_examples=30, deadline=None, database=None)
 
 
 def byte_level():
@@ -220,3 +222,32 @@ def test_a_stop_string_that_comes_too_early_is_shown(tmp_path, min_tokens):
             shown += streamed.take([tokens[sent - 1]])
     shown += streamed.take([], outputs[0])
     assert shown == outputs[0].text == {0: "a", 4: "ab", 6: "ab.a"}[min_tokens]
+
+
+@few
+@given(st.data())
+def test_bytes_of_tokens_join_to_the_bytes_of_a_text(kind, reference, ours, data):
+    if kind is word_piece:  # its tokens are no bytes
+        return
+    text = "a" + data.draw(text_of)
+    tokens = reference.encode(text, add_special_tokens=False).ids
+    joined = b"".join(map(ours.bytes_of, tokens))
+    assert joined.removeprefix(b" " if kind is byte_fallback else b"") == text.encode()
+
+
+@few
+@given(st.data())
+def test_marks_are_at_their_places(reference, ours, data):
+    """A special token is nothing in a text, and itself in one with marks."""
+    mark = reference.token_to_id(SPECIAL[0])
+    runs = data.draw(st.lists(st.sampled_from(["a", "ab b", "b.b", "aab 🙂"]), max_size=5))
+    encoded = [reference.encode(run, add_special_tokens=False).ids for run in runs]
+    tokens = [token for run in encoded for token in (mark, *run)]
+    *parts, last = split(data, tokens)
+    marked = MarkedText(StreamedText(ours, ["Zab"]), {mark: "[M]"})
+    shown = "".join(map(marked.take, parts)) + marked.take(last, output_of(tokens))
+    pieces = shown.split("[M]")
+    assert len(pieces) == len(runs) + 1
+    for number in range(len(runs) + 1):
+        before = [token for run in encoded[:number] for token in run]
+        assert "".join(pieces[: number + 1]) == reference.decode(before)

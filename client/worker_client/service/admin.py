@@ -1,0 +1,243 @@
+"""Endpoints for administrators: LoRA adapters, sleep mode, new weights. Each takes an
+administrator's key. What would lose requests is refused while some run, and none is taken before it
+is over and the group can serve again."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Final, TypeVar, get_args
+
+from fastapi import APIRouter
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rpc_schema.errors import CapacityError, ConfigError, StateError, WorkerError
+from rpc_schema.lifecycle import MemoryTag, SleepLevel, Status
+from worker_client.driver import Driver
+from worker_client.errors import RequestError, request_error
+from worker_client.scheduler import Scheduler
+from worker_client.service.context import ServiceContext
+from worker_client.service.errors import RETRY_AFTER, HttpError, unavailable
+from worker_client.service.fields import BodyFields, read_body
+from worker_client.service.json_text import to_json
+from worker_client.service.streaming import JsonObject
+
+SLEEPS: Final = "the group sleeps; fix: POST /wake_up"
+NOT_WHOLE: Final = "the group's weights are not whole; fix: POST /update_weights"
+_TAGS: Final[tuple[MemoryTag, ...]] = get_args(MemoryTag)
+_UNMAPPED: Final = ("asleep", "discarded")
+Version = Annotated[int, Meta(ge=0)]
+T = TypeVar("T")
+
+
+def admin_router(context: ServiceContext) -> APIRouter:
+    """Return the endpoints."""
+    router = APIRouter()
+    engine, settings = context.engine, context.settings
+    admin = _Admin(context)
+
+    @router.post("/v1/load_lora_adapter")
+    async def load_lora_adapter(http: Request) -> Response:
+        context.access.check_admin(http)
+        fields = await read_body(http, settings)
+        name = _take_name(fields)
+        own = _take_path(fields, name, engine.plan.lora_root)
+        load_inplace: bool = fields.take("load_inplace", bool, False)
+        fields.check_empty(("lora_name", "lora_path", "load_inplace"))
+        loaded = engine.adapters.get(name)
+        if name in engine.names or (loaded is not None and loaded.name != own):
+            fix = "choose another name, or unload the adapter that has it"
+            raise request_error("lora_name", name, "the name is in use", fix)
+        with _refusals("lora_path"):
+            adapter = await engine.add_adapter(own, served_as=name, load_inplace=load_inplace)
+        return _json({"lora_name": name, "lora_int_id": adapter.lora_id})
+
+    @router.post("/v1/unload_lora_adapter")
+    async def unload_lora_adapter(http: Request) -> Response:
+        context.access.check_admin(http)
+        fields = await read_body(http, settings)
+        name = _take_name(fields)
+        fields.take("lora_int_id", int, None)
+        fields.check_empty(("lora_name",))
+        adapter = engine.adapters.get(name)
+        if adapter is None:
+            message = f"no adapter is called {name[:80]!r}"
+            raise HttpError(404, message, param="lora_name", code="model_not_found")
+        with _refusals("lora_name"):
+            await engine.call(lambda driver: driver.group.loras.remove(adapter.lora_id))
+            await engine.learn_adapters()
+        return _json({"lora_name": name})
+
+    @router.post("/sleep")
+    async def sleep(http: Request) -> Response:
+        context.access.check_admin(http)
+        level = _level(http.query_params.get("level", "1"))
+        await admin.alone("the group is put to sleep", lambda driver: _sleep(driver, level))
+        return _json({"is_sleeping": True})
+
+    @router.post("/wake_up")
+    async def wake_up(http: Request) -> Response:
+        context.access.check_admin(http)
+        tags = _tags(http.query_params.getlist("tags"))
+        await admin.alone("the group wakes up", lambda driver: driver.group.memory.wake_up(tags))
+        return _json({"is_sleeping": await engine.call(_sleeps)})
+
+    @router.get("/is_sleeping")
+    async def is_sleeping(http: Request) -> Response:
+        context.access.check_admin(http)
+        return _json({"is_sleeping": await engine.call(_sleeps)})
+
+    @router.post("/update_weights")
+    async def update_weights(http: Request) -> Response:
+        context.access.check_admin(http)
+        fields = await read_body(http, settings)
+        path: str = fields.take("path", str, "")
+        version: int | None = fields.take("version", Version, None)
+        fields.check_empty(("path", "version"))
+
+        def reload(driver: Driver) -> JsonObject:
+            driver.group.weights.reload(path, version=version)
+            found = driver.group.weights.version
+            return {"version": None if found is None else found.number}
+
+        return _json(await admin.alone("the weights are updated", reload, "path"))
+
+    return router
+
+
+class _Admin:
+    """Does one thing at a time, with no request beside it."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+        self._lock = asyncio.Lock()
+        self._reason = ""
+        """Why this object has closed the admission; empty: it has not."""
+
+    async def alone(self, what: str, work: Callable[[Driver], T], param: str | None = None) -> T:
+        """Do something with the driver. what: the reason that requests get meanwhile. param: field
+        that daemons may refuse.
+
+        Raises:
+            HttpError: requests run (409), the server is shutting down (503), or the daemons refuse
+                it or fail.
+            ClientConfigError: the driver refuses it.
+        """
+        async with self._lock, self._without_requests(what):
+            with _refusals(param):
+                return await self._context.engine.call(work)
+
+    @contextlib.asynccontextmanager
+    async def _without_requests(self, what: str) -> AsyncIterator[None]:
+        admission = self._context.admission
+        if admission.closed != self._reason:
+            raise unavailable(admission.closed)
+        if admission.num_taken:
+            message = f"{admission.num_taken} requests run; fix: send it again when none runs"
+            raise HttpError(409, message, code="busy", headers=dict([RETRY_AFTER]))
+        self._close(what)
+        try:
+            yield
+        finally:
+            reason = await self._context.engine.call(_hindrance)
+            if admission.closed == self._reason:  # else the server is shutting down
+                self._close(reason)
+
+    def _close(self, reason: str) -> None:
+        """Take no requests for a reason; none: take them."""
+        admission = self._context.admission
+        self._reason = reason
+        if reason:
+            admission.close(reason)
+        else:
+            admission.open(admission.most)
+
+
+def _sleep(driver: Driver, level: SleepLevel) -> None:
+    """Put all ranks to sleep, or none: if one cannot, wake the others."""
+    memory = driver.group.memory
+    try:
+        memory.sleep(level)
+    except WorkerError:
+        with contextlib.suppress(WorkerError):
+            memory.wake_up()
+        raise
+    finally:
+        assert isinstance(driver.scheduler, Scheduler), "the engine's"
+        driver.scheduler.forget_prefixes()
+
+
+def _hindrance(driver: Driver) -> str:
+    """Return why the group can serve no request; empty if it can."""
+    statuses = driver.group.get_status()
+    if _are_asleep(statuses):
+        return SLEEPS
+    is_whole = all(each.weights is not None and each.weights.state == "whole" for each in statuses)
+    return "" if is_whole else NOT_WHOLE
+
+
+def _sleeps(driver: Driver) -> bool:
+    return _are_asleep(driver.group.get_status())
+
+
+def _are_asleep(statuses: list[Status]) -> bool:
+    return any(state in _UNMAPPED for each in statuses for state in each.memory_tags.values())
+
+
+@contextlib.contextmanager
+def _refusals(param: str | None) -> Iterator[None]:
+    """Turn what daemons refuse into answers. param: field that it is about."""
+    try:
+        yield
+    except ConfigError as error:
+        raise HttpError(400, str(error), param=param) from None
+    except (CapacityError, StateError) as error:
+        raise HttpError(409, str(error), code=error.code.lower()) from None
+    except WorkerError as error:
+        raise HttpError(500, str(error), code=error.code.lower()) from None
+
+
+def _take_name(fields: BodyFields) -> str:
+    name: str | None = fields.take("lora_name", str, None)
+    if not name:
+        raise request_error("lora_name", name, "there is no name", "give one")
+    return name
+
+
+def _take_path(fields: BodyFields, name: str, root: Path | None) -> str:
+    """Return an adapter's path below the daemons' --lora-root, by default its name. root: that of
+    daemons which the server has started."""
+    given: str = fields.take("lora_path", str, name)
+    path = Path(given)
+    if not path.is_absolute():
+        return given
+    if root is not None and path.is_relative_to(root.absolute()):
+        return str(path.relative_to(root.absolute()))
+    fix = "give its path from the daemons' --lora-root on"
+    raise request_error("lora_path", given, "the path is not below --lora-root", fix)
+
+
+def _level(given: str) -> SleepLevel:
+    if given == "1":
+        return 1
+    if given == "2":
+        return 2
+    raise _wrong_query("level", given, "use 1 or 2")
+
+
+def _tags(given: list[str]) -> tuple[MemoryTag, ...] | None:
+    """Return the tags of a query; None: all."""
+    wrong = next((tag for tag in given if tag not in _TAGS), None)
+    if wrong is not None:
+        raise _wrong_query("tags", wrong, f"use {' and '.join(_TAGS)}")
+    return tuple(tag for tag in _TAGS if tag in given) or None
+
+
+def _wrong_query(field: str, value: str, fix: str) -> RequestError:
+    return request_error(field, value, "the query is wrong", fix)
+
+
+def _json(value: JsonObject) -> Response:
+    return Response(to_json(value), media_type="application/json")

@@ -1,0 +1,162 @@
+"""Answers of /v1/chat/completions, whole and in chunks."""
+
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from worker_client.requests import RequestOutput
+from worker_client.service.chat_logprobs import ChatLogprobs
+from worker_client.service.engine import ChoicePart
+from worker_client.service.streaming import JsonObject, StreamOptions, Usage
+from worker_client.service.tool_calls import Piece
+
+
+class ChatChoice:
+    """The message of one choice, as its parts come."""
+
+    def __init__(
+        self, split: "Splitter | None", new_call_id: Callable[[], str], most_calls: int | None
+    ) -> None:
+        """split: finds calls in the text; None: there are none. most_calls: further ones are left
+        out."""
+        self._split = split
+        self._most_calls = most_calls
+        self._new_call_id = new_call_id
+        self.has_begun = False
+        self.texts: list[str] = []
+        self.calls: list[JsonObject] = []
+        self.logprobs: list[JsonObject] = []
+        self.finish_reason: str | None = None
+
+    def take(self, part: ChoicePart) -> list[JsonObject]:
+        """Return the deltas of a part."""
+        pieces = [part.text] if self._split is None else self._split(part)
+        deltas = [self._said(piece) for piece in pieces if piece and self._has_room(piece)]
+        if part.output is not None:
+            self.finish_reason = self._reason(part.output)
+        return deltas
+
+    def _has_room(self, piece: Piece) -> bool:
+        return isinstance(piece, str) or len(self.calls) != self._most_calls
+
+    def _said(self, piece: Piece) -> JsonObject:
+        if isinstance(piece, str):
+            self.texts.append(piece)
+            return {"content": piece}
+        function = {"name": piece.name, "arguments": piece.arguments}
+        call = {"id": self._new_call_id(), "type": "function", "function": function}
+        self.calls.append(call)
+        return {"tool_calls": [{"index": len(self.calls) - 1, **call}]}
+
+    def _reason(self, output: RequestOutput) -> str:
+        is_called = self.calls and output.finish_reason == "stop"
+        return "tool_calls" if is_called else output.finish_reason
+
+    def message(self) -> JsonObject:
+        """Return the whole message."""
+        text = "".join(self.texts)
+        content = None if self.calls and not text else text
+        calls = {"tool_calls": self.calls} if self.calls else {}
+        return {"role": "assistant", "content": content, "refusal": None, **calls}
+
+
+Splitter = Callable[[ChoicePart], list[Piece]]
+"""Returns the text and the calls of a part."""
+
+
+class ChatForm:
+    """The answer of one body (streaming.AnswerForm)."""
+
+    def __init__(
+        self,
+        model: str,
+        usage: Usage,
+        choices: Sequence[ChatChoice],
+        streaming: StreamOptions,
+        logprobs: ChatLogprobs | None,
+    ) -> None:
+        """logprobs: None: no log probabilities are asked for."""
+        self._usage = usage
+        self._choices = choices
+        self._streaming = streaming
+        self._logprobs = logprobs
+        self._head = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def take(self, part: ChoicePart) -> None:
+        """Take a part of an answer that is sent whole."""
+        self._usage.take(part)
+        choice = self._choices[part.choice]
+        choice.take(part)
+        choice.logprobs += self._reported(part)
+
+    def whole(self) -> JsonObject:
+        """Return that answer."""
+        choices = [
+            {
+                "index": place,
+                "message": choice.message(),
+                "logprobs": self._content(choice.logprobs),
+                "finish_reason": choice.finish_reason,
+            }
+            for place, choice in enumerate(self._choices)
+        ]
+        whole = {**self._head, "object": "chat.completion", "choices": choices}
+        return {**whole, "usage": self._usage.as_json()}
+
+    def chunks(self, part: ChoicePart) -> Iterable[JsonObject]:
+        """Return the chunks of a part: the role before the first one, and the reason of the end
+        behind the last one."""
+        self._usage.take(part)
+        choice = self._choices[part.choice]
+        deltas = choice.take(part)
+        reported = self._reported(part)
+        if reported and not deltas:
+            deltas = [{"content": ""}]
+        if not choice.has_begun:
+            choice.has_begun = True
+            yield self._chunk(part.choice, {"role": "assistant", "content": ""})
+        for delta in deltas:
+            yield self._chunk(part.choice, delta, reported)
+            reported = []
+        if part.output is not None:
+            yield self._chunk(part.choice, {}, reason=choice.finish_reason)
+
+    def last_chunks(self) -> Iterable[JsonObject]:
+        """Return the chunk with the usage, if it is wanted."""
+        if not self._streaming.include_usage:
+            return []
+        last = {**self._head, "object": "chat.completion.chunk", "choices": []}
+        return [{**last, "usage": self._usage.as_json()}]
+
+    def _chunk(
+        self,
+        index: int,
+        delta: JsonObject,
+        reported: Sequence[JsonObject] = (),
+        reason: str | None = None,
+    ) -> JsonObject:
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._content(reported) if reported else None,
+            "finish_reason": reason,
+        }
+        chunk = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
+        if self._streaming.continuous_usage_stats:
+            chunk["usage"] = self._usage.as_json()
+        elif self._streaming.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _reported(self, part: ChoicePart) -> list[JsonObject]:
+        if self._logprobs is None or part.logprobs is None:
+            return []
+        return list(map(self._logprobs.entry, part.logprobs))
+
+    def _content(self, entries: Sequence[JsonObject]) -> dict[str, Any] | None:
+        return None if self._logprobs is None else {"content": [*entries], "refusal": None}

@@ -1,0 +1,496 @@
+"""Chats, tools, tokens and pooling over HTTP: the endpoints of `worker-client serve` on real
+daemons, against a model that was trained to give these answers, and against transformers."""
+
+import asyncio
+import base64
+import json
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+from rpc_schema.config import LoraConfig
+from tests.support.checkpoints import Checkpoint
+from tests.support.lora_adapters import make_adapter
+from tests.support.pooling_reference import write_tokenizer
+from tests.support.service_app import service_app
+from tests.support.serving import worker_config
+from tests.support.trained_model import call_text, chat, train_model
+
+HELLO, COUNT, OSLO, BOTH = "Say hello.", "Count to ten.", "Weather in Oslo?", "Oslo and Rome?"
+COUNTED = "one two three four five six seven eight nine ten"
+COUNTING = f"<|user|>{COUNT}<|end|><|assistant|>"
+OSLO_CALL, ROME_CALL = (call_text("get_weather", city=city) for city in ("Oslo", "Rome"))
+DOCUMENTS = [
+    chat(HELLO, answer="Hello, world."),
+    chat(COUNT, answer=COUNTED),
+    chat(OSLO, answer=OSLO_CALL),
+    chat(OSLO, f"<|assistant|>{OSLO_CALL}", "<|tool|>3 degrees", answer="It is 3 degrees."),
+    chat(BOTH, answer=f"Let me look.\n{OSLO_CALL}\n{ROME_CALL}"),
+]
+CHAT = "/v1/chat/completions"
+KEY = "of an administrator"
+ADMIN = {"headers": {"Authorization": f"Bearer {KEY}"}}
+BOMB = "{%- for a in range((n or 0) ** 4) %}{% for b in range(n ** 4) %}{% endfor %}{% endfor %}"
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
+NOW = {"type": "function", "function": {"name": "now"}}
+
+
+@pytest.fixture(scope="module")
+def model(model_root):
+    path = model_root / "trained"
+    train_model(path, DOCUMENTS)
+    with (path / "chat_template.jinja").open("a") as file:
+        file.write(BOMB)
+    return path
+
+
+@pytest.fixture(scope="module")
+def service(daemons, model):
+    room = LoraConfig(max_loras=1, max_lora_rank=8, max_cpu_loras=2)
+    config = worker_config(model, enable_sleep_mode=True, lora=room)
+    keys = {"admin_keys": (KEY,), "api_keys": ()}
+    with service_app(model, config, daemons.endpoints(1), **keys) as service:
+        yield service
+
+
+def said(*contents):
+    return {"messages": [{"role": "user", "content": content} for content in contents]}
+
+
+def asked(*contents, **fields):
+    return {**said(*contents), "temperature": 0, **fields}
+
+
+def message(body):
+    (choice,) = body["choices"]
+    return choice["message"], choice["finish_reason"]
+
+
+def assembled(chunks):
+    """The message that the chunks of one choice make, and its finish reason."""
+    made, reasons = {"content": "", "tool_calls": []}, []
+    first = chunks[0]["choices"][0]["delta"]
+    assert first == {"role": "assistant", "content": ""}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            made["content"] += delta.get("content") or ""
+            made["tool_calls"] += delta.get("tool_calls", [])
+            reasons.append(choice["finish_reason"])
+    assert not any(reasons[:-1])
+    return made, reasons[-1]
+
+
+def test_answers_whole_and_in_chunks(service):
+    body = service.ok(CHAT, asked(HELLO, model="trained"))
+    assert body["object"] == "chat.completion"
+    assert body["model"] == "trained"
+    own = {"role": "assistant", "content": "Hello, world.", "refusal": None}
+    assert message(body) == (own, "stop")
+    chunks = service.chunks(CHAT, asked(COUNT, stream_options={"include_usage": True}))
+    assert assembled(chunks[:-1])[0]["content"] == COUNTED
+    assert len(chunks) > 6, "it was not streamed"  # a slow reader gets tokens together
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert chunks[-1]["choices"] == []
+    usage = chunks[-1]["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert (
+        usage["completion_tokens"] == service.ok(CHAT, asked(COUNT))["usage"]["completion_tokens"]
+    )
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+
+
+def test_options_of_chats(service):
+    cut = service.ok(CHAT, asked(COUNT, max_completion_tokens=3))
+    assert message(cut)[1] == "length"
+    assert cut["usage"]["completion_tokens"] == 3
+    stopped = service.ok(CHAT, asked(COUNT, stop=[" five"]))
+    assert message(stopped) == (
+        {"role": "assistant", "content": "one two three four", "refusal": None},
+        "stop",
+    )
+    several = service.ok(CHAT, asked(COUNT, n=2, temperature=1.5, seed=3, max_tokens=12))
+    again = service.ok(CHAT, asked(COUNT, n=2, temperature=1.5, seed=3, max_tokens=12))
+    assert several["choices"] == again["choices"]
+    assert [each["index"] for each in several["choices"]] == [0, 1]
+    parts = [{"type": "text", "text": "Say"}, {"type": "text", "text": "hello."}]
+    joined = service.ok("/tokenize", {"messages": [{"role": "user", "content": parts}]})
+    assert joined["tokens"] == service.ok("/tokenize", said("Say\nhello."))["tokens"]
+    going_on = asked(COUNT, continue_final_message=True)
+    going_on["messages"].append({"role": "assistant", "content": "one two three"})
+    assert message(service.ok(CHAT, going_on))[0]["content"] == COUNTED.removeprefix(
+        "one two three"
+    )
+
+
+def test_logprobs_are_those_of_transformers(service, model):
+    fields = asked(HELLO, logprobs=True, top_logprobs=3)
+    (choice,) = service.ok(CHAT, fields)["choices"]
+    entries = choice["logprobs"]["content"]
+    streamed = [
+        entry
+        for chunk in service.chunks(CHAT, fields)
+        for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]
+    ]
+    assert streamed == entries
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    reference = AutoModelForCausalLM.from_pretrained(model)
+    prompt = tokenizer.apply_chat_template(fields["messages"], add_generation_prompt=True)[
+        "input_ids"
+    ]
+    answer = tokenizer("Hello, world.<|end|>")["input_ids"]
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1)
+    assert len(entries) == len(answer)
+    for entry, token_id, row in zip(entries, answer, expected, strict=True):
+        best = row.topk(3)
+        assert entry["logprob"] == pytest.approx(float(row[token_id]), abs=1e-4)
+        assert [each["logprob"] for each in entry["top_logprobs"]] == pytest.approx(
+            best.values.tolist(), abs=1e-4
+        )
+        assert bytes(entry["bytes"]).decode() == entry["token"] == tokenizer.decode([token_id])
+    assert "".join(entry["token"] for entry in entries) == "Hello, world.<|end|>"
+
+
+def test_calls_of_tools_by_the_template(service):
+    fields = asked(OSLO, tools=[WEATHER, NOW])
+    found, reason = message(service.ok(CHAT, fields))
+    (call,) = found["tool_calls"]
+    assert (found["content"], reason) == (None, "tool_calls")
+    assert call["id"].startswith("call_")
+    assert call["function"]["name"] == "get_weather"
+    assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "3 degrees"}
+    fields["messages"] += [{"role": "assistant", **found}, result]
+    assert message(service.ok(CHAT, fields))[0]["content"] == "It is 3 degrees."
+    made, reason = assembled(service.chunks(CHAT, asked(BOTH, tools=[WEATHER])))
+    assert (made["content"], reason) == ("Let me look.", "tool_calls")
+    assert [call["index"] for call in made["tool_calls"]] == [0, 1]
+    cities = [json.loads(call["function"]["arguments"])["city"] for call in made["tool_calls"]]
+    assert cities == ["Oslo", "Rome"]
+    one = service.ok(CHAT, asked(BOTH, tools=[WEATHER], parallel_tool_calls=False))
+    assert len(message(one)[0]["tool_calls"]) == 1
+    none = service.ok(CHAT, asked(OSLO, tools=[WEATHER], tool_choice="none"))
+    assert message(none)[0]["content"] == OSLO_CALL.removeprefix("<tool_call>")
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_calls_of_tools_by_a_grammar(service, is_streamed):
+    """The model would answer in prose."""
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for choice in ("required", named):
+        fields = asked(HELLO, tools=[WEATHER, NOW], tool_choice=choice, max_tokens=200)
+        fields |= {"parallel_tool_calls": False}
+        if is_streamed:
+            found, reason = assembled(service.chunks(CHAT, fields))
+        else:
+            found, reason = message(service.ok(CHAT, fields))
+        (call,) = found["tool_calls"]
+        assert reason == "tool_calls"
+        assert not found["content"]
+        name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+        assert name in (["get_weather"] if choice == named else ["get_weather", "now"])
+        jsonschema.validate(arguments, CITY if name == "get_weather" else {"maxProperties": 0})
+
+
+def test_response_formats(service):
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+    schema["additionalProperties"] = False
+    wrapped = {
+        "type": "json_schema",
+        "json_schema": {"name": "n", "schema": schema, "strict": True},
+    }
+    text = message(service.ok(CHAT, asked(HELLO, response_format=wrapped, max_tokens=60)))[0]
+    assert json.loads(text["content"]) in ({"n": 1}, {"n": 2})
+    plain = asked(HELLO, response_format={"type": "text"})
+    assert message(service.ok(CHAT, plain))[0]["content"] == "Hello, world."
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{"}}
+BAD_SCHEMA = {"name": "n", "schema": {"type": "object", "properties": {"a": {"not": {}}}}}
+LONG_SCHEMA = {"name": "n", "schema": {"enum": ["x" * 70_000]}}
+BAD_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
+DEEP = json.loads('{"items":' * 900 + "{}" + "}" * 900)
+DEEP_TOOL = {"type": "function", "function": {"name": "f", "parameters": DEEP}}
+BAD_CHATS = {
+    "no messages": ({"messages": []}, "messages"),
+    "absent": ({"messages": None}, "messages"),
+    "no object": ({"messages": ["a"]}, "messages[0]"),
+    "no role": ({"messages": [{"content": "a"}]}, "messages[0].role"),
+    "another role": ({"messages": [{"role": "judge", "content": "a"}]}, "messages[0].role"),
+    "no content": ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    "a number": ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+    "an image": ({"messages": [{"role": "user", "content": [IMAGE]}]},
+                 "messages[0].content[0].type"),
+    "arguments": ({"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
+                  "messages[0].tool_calls[0].function.arguments"),
+    "top alone": ({"top_logprobs": 2}, "top_logprobs"),
+    "too many": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    "a number of logprobs": ({"logprobs": 3}, "logprobs"),
+    "max": ({"max_completion_tokens": "x"}, "max_completion_tokens"),
+    "two bounds": ({"max_completion_tokens": 2, "max_tokens": 3}, "max_tokens"),
+    "tools": ({"tools": {}}, "tools"),
+    "a tool": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    "a name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]},
+               "tools[0].function.name"),
+    "twice": ({"tools": [NOW, NOW]}, "tools[1].function.name"),
+    "no tools": ({"tool_choice": "required"}, "tool_choice"),
+    "a choice": ({"tools": [NOW], "tool_choice": "any"}, "tool_choice"),
+    "an unknown one": (
+        {"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        "tool_choice.function.name"),
+    "both": ({"tools": [NOW], "response_format": {"type": "json_object"}}, "response_format"),
+    "no grammar": ({"response_format": {"type": "json_schema", "json_schema": BAD_SCHEMA}},
+                   "response_format.json_schema.schema"),
+    "a long schema": ({"response_format": {"type": "json_schema", "json_schema": LONG_SCHEMA}},
+                      "response_format.json_schema.schema"),
+    "a bad tool": ({"tools": [BAD_TOOL], "tool_choice": "required"}, "tools"),
+    "a deep tool": ({"tools": [DEEP_TOOL], "tool_choice": "required"}, "tools"),
+    "no schema": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    "variables": ({"chat_template_kwargs": 3}, "chat_template_kwargs"),
+    "two ends": ({"continue_final_message": True, "add_generation_prompt": True},
+                 "continue_final_message"),
+    "unknown": ({"modalities": ["audio"]}, "modalities"),
+    "old": ({"functions": []}, "functions"),
+    "too long": ({"messages": [{"role": "user", "content": "a b " * 2000}]}, "messages"),
+    "bias": ({"logit_bias": {"100000": 1}}, "logit_bias"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_CHATS)
+def test_bad_chats_name_their_field(service, name):
+    fields, field = BAD_CHATS[name]
+    found, text = service.refused(CHAT, {**asked(HELLO), **fields})
+    assert found == field, text
+    assert service.refused(CHAT, {**asked(HELLO), **fields, "stream": True})[0] == field
+
+
+def test_a_template_that_takes_too_long_holds_up_nobody(service):
+    async def main(client):
+        bomb = client.post(CHAT, json=asked(HELLO, chat_template_kwargs={"n": 10}))
+        refused = asyncio.ensure_future(bomb)
+        served = await client.post(CHAT, json=asked(HELLO))
+        return served, refused.done(), await refused
+
+    served, was_done, refused = service.run(main)
+    assert (served.status_code, refused.status_code) == (200, 400)
+    assert refused.json()["error"]["param"] == "messages"
+    assert not was_done
+
+
+def test_tokens_and_back(service, model):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    found = service.ok("/tokenize", {"prompt": HELLO, "return_token_strs": True})
+    assert found["tokens"] == tokenizer(HELLO)["input_ids"]
+    assert found["token_strs"] == tokenizer.convert_ids_to_tokens(found["tokens"])
+    assert found["count"] == len(found["tokens"])
+    assert found["max_model_len"] == 1024
+    messages = asked(OSLO)["messages"]
+    chatted = service.ok("/tokenize", {"messages": messages, "tools": [WEATHER]})["tokens"]
+    assert (
+        chatted == tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    )
+    assert service.ok("/detokenize", {"tokens": chatted})["prompt"] == tokenizer.decode(chatted)
+    assert service.refused("/detokenize", {"tokens": [1, 10**6]})[0] == "tokens[1]"
+    assert service.refused("/detokenize", {"tokens": [1] * 2000})[0] == "tokens"
+    assert service.refused("/tokenize", {"prompt": "x" * (4 << 20)}, 413)[0] == "body"
+    assert service.refused("/tokenize", {})[0] == "prompt"
+    assert service.refused("/tokenize", {"messages": messages, "prompt": "a"})[0] == "prompt"
+
+
+def test_embeddings(service, model):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    reference = AutoModelForCausalLM.from_pretrained(model)
+    ids = [tokenizer(text)["input_ids"] for text in (HELLO, COUNT)]
+    with torch.no_grad():
+        states = [reference.model(torch.tensor([own])).last_hidden_state[0, -1] for own in ids]
+    expected = np.stack([(state / state.norm()).numpy() for state in states])
+    for given in ([HELLO, COUNT], ids):
+        body = service.ok("/v1/embeddings", {"input": given})
+        np.testing.assert_allclose(
+            [each["embedding"] for each in body["data"]], expected, atol=1e-5
+        )
+        assert body["usage"]["prompt_tokens"] == sum(map(len, ids))
+    (short,) = service.ok("/v1/embeddings", {"input": HELLO, "dimensions": 8})["data"]
+    cut = states[0][:8] / states[0][:8].norm()
+    np.testing.assert_allclose(short["embedding"], cut.numpy(), atol=1e-5)
+    (packed,) = service.ok("/v1/embeddings", {"input": ids[0], "encoding_format": "base64"})["data"]
+    values = np.frombuffer(base64.b64decode(packed["embedding"]), "<f4")
+    np.testing.assert_allclose(values, expected[0], atol=1e-5)
+    score = service.ok("/score", {"text_1": HELLO, "text_2": [COUNT, HELLO]})
+    scores = [each["score"] for each in score["data"]]
+    assert scores == pytest.approx([float(expected[0] @ expected[1]), 1.0], abs=1e-5)
+
+
+BAD_POOLED = {
+    "nothing": ("/v1/embeddings", {}, "input"),
+    "empty": ("/v1/embeddings", {"input": []}, "input"),
+    "kinds": ("/v1/embeddings", {"input": ["a", 1]}, "input"),
+    "ids": ("/v1/embeddings", {"input": [[1], [10**6]]}, "input[1]"),
+    "too long": ("/v1/embeddings", {"input": ["a", "a b " * 2000]}, "input[1]"),
+    "form": ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format"),
+    "dimensions": ("/v1/embeddings", {"input": "a", "dimensions": 1000}, "dimensions"),
+    "sampling": ("/v1/embeddings", {"input": "a", "temperature": 1}, "temperature"),
+    "numbers": ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
+    "no query": ("/v1/rerank", {"documents": ["a"]}, "query"),
+    "documents": ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
+    "top": ("/v1/rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_POOLED)
+def test_bad_inputs_name_their_field(service, name):
+    path, fields, field = BAD_POOLED[name]
+    assert service.refused(path, fields)[0] == field
+
+
+def greedy(model, path, prompt, length=8):
+    """Text of the tokens that transformers' model takes."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    found = model.generate(ids, max_new_tokens=length, do_sample=False, attention_mask=ids > -1)
+    return tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def completed(service, prompt, **fields):
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 8, **fields}
+    return service.ok("/v1/completions", body)["choices"][0]["text"]
+
+
+def test_administrators_load_adapters(service, model):
+    base = Checkpoint(model, AutoModelForCausalLM.from_pretrained(model))
+    merged = make_adapter(base, "first", seed=3).model
+    make_adapter(base, "large", seed=4, rank=16)
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    assert service.post(load, {"lora_name": "first"}).status_code == 401
+    assert service.refused("/v1/completions", {"prompt": "a", "model": "first"}, 404)[0] == "model"
+    service.ok(load, {"lora_name": "poet", "lora_path": "first"}, **ADMIN)
+    models = [each["id"] for each in service.get("/v1/models").json()["data"]]
+    assert models == ["trained", "poet"]
+    own, others = completed(service, COUNTING, model="poet"), completed(service, COUNTING)
+    assert own == greedy(merged, model, COUNTING)
+    assert own != others == greedy(base.model, model, COUNTING)
+    wrong = [
+        (load, {"lora_name": "none"}, 400),
+        (load, {"lora_name": "large"}, 400),
+        (load, {"lora_name": "first", "lora_path": "/elsewhere"}, 400),
+        (load, {"lora_name": "poet", "lora_path": "large"}, 400),
+        (load, {"lora_name": "trained", "lora_path": "first"}, 400),
+        (load, {}, 400),
+        (unload, {"lora_name": "large"}, 404),
+    ]
+    for path, body, status in wrong:
+        answer = service.post(path, body, **ADMIN)
+        assert answer.status_code == status, answer.text
+        assert answer.json()["error"]["param"] in ("lora_name", "lora_path"), answer.text
+    assert completed(service, COUNTING, model="poet") == own
+    service.ok(unload, {"lora_name": "poet"}, **ADMIN)
+    assert service.refused("/v1/completions", {"prompt": "a", "model": "poet"}, 404)[0] == "model"
+
+
+def test_administrators_put_the_group_to_sleep(service):
+    before = completed(service, HELLO)
+    assert service.post("/sleep").status_code == 401
+    assert service.post("/sleep?level=3", **ADMIN).json()["error"]["param"] == "level"
+    assert service.post("/wake_up?tags=all", **ADMIN).json()["error"]["param"] == "tags"
+    assert service.get("/is_sleeping", **ADMIN).json() == {"is_sleeping": False}
+    assert service.ok("/sleep", **ADMIN) == {"is_sleeping": True}
+    assert service.get("/is_sleeping", **ADMIN).json() == {"is_sleeping": True}
+    answer = service.post(CHAT, asked(HELLO))
+    assert (answer.status_code, "wake_up" in answer.text) == (503, True)
+    assert service.ok("/wake_up?tags=weights", **ADMIN) == {"is_sleeping": True}
+    assert service.post(CHAT, asked(HELLO)).status_code == 503
+    assert service.ok("/wake_up", **ADMIN) == {"is_sleeping": False}
+    assert completed(service, HELLO) == before
+    service.ok("/sleep?level=2", **ADMIN)
+    service.ok("/wake_up", **ADMIN)
+    answer = service.post(CHAT, asked(HELLO))
+    assert (answer.status_code, "update_weights" in answer.text) == (503, True)
+    service.ok("/update_weights", {}, **ADMIN)
+    assert completed(service, HELLO) == before
+
+
+def test_administrators_update_the_weights(service, model, model_root):
+    before = completed(service, COUNTING)
+    reference = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        reference.model.layers[0].mlp.down_proj.weight.neg_()
+    reference.save_pretrained(model_root / "changed")
+    first = service.ok("/update_weights", {"path": str(model_root / "changed")}, **ADMIN)
+    after = completed(service, COUNTING)
+    assert before != after == greedy(reference, model, COUNTING)
+    answer = service.post("/update_weights", {"path": str(model_root / "none")}, **ADMIN)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "path"), answer.text
+    answer = service.post("/update_weights", {"version": first["version"]}, **ADMIN)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "version"), answer.text
+    assert completed(service, COUNTING) == after
+    again = service.ok("/update_weights", {"path": str(model), "version": 40}, **ADMIN)
+    assert again == {"version": 40}
+    assert completed(service, COUNTING) == before
+
+
+def test_requests_that_run_are_not_lost(service):
+    """An administrator waits for them, and they do not wait for an administrator."""
+
+    async def main(client):
+        body = {"prompt": HELLO, "max_tokens": 150, "ignore_eos": True, "temperature": 0}
+        running = asyncio.ensure_future(client.post("/v1/completions", json=body))
+        while not service.context.admission.num_taken:
+            await asyncio.sleep(0)
+        refused = [
+            await client.post("/sleep", **ADMIN),
+            await client.post("/update_weights", json={}, **ADMIN),
+        ]
+        return await running, refused
+
+    answer, refused = service.run(main)
+    assert answer.json()["usage"]["completion_tokens"] == 150
+    assert [each.status_code for each in refused] == [409, 409]
+    assert completed(service, COUNTING)
+
+
+def test_scores_of_a_cross_encoder(daemons, checkpoint):
+    reference = checkpoint("BertForSequenceClassification", num_labels=1, seed=4)
+    write_tokenizer(reference.path, "Bert")
+    query, texts = "w9 w10 w11", ["w20 w21", "w30 w9 w100 w8", "w9"]
+    tokenizer = AutoTokenizer.from_pretrained(reference.path)
+    model = AutoModelForSequenceClassification.from_pretrained(reference.path)
+    with torch.no_grad():
+        logits = [model(**tokenizer(query, text, return_tensors="pt")).logits for text in texts]
+    expected = torch.cat(logits)[:, 0]
+    config = worker_config(reference.path, max_num_batched_tokens=64)
+    with service_app(reference.path, config, daemons.endpoints(2)[1:]) as service:
+        found = service.ok("/v1/score", {"text_1": query, "text_2": texts})["data"]
+        scores = [each["score"] for each in found]
+        assert scores == pytest.approx(expected.sigmoid().tolist(), abs=1e-5)
+        raw = {"text_1": [query] * 3, "text_2": texts, "use_activation": False}
+        scores = [each["score"] for each in service.ok("/score", raw)["data"]]
+        assert scores == pytest.approx(expected.tolist(), abs=1e-4)
+        documents = [{"text": texts[0]}, *texts[1:]]
+        body = {"query": query, "documents": documents, "top_n": 2}
+        results = service.ok("/rerank", body)["results"]
+        best = expected.argsort(descending=True)[:2].tolist()
+        assert [each["index"] for each in results] == best
+        assert [each["document"]["text"] for each in results] == [texts[place] for place in best]
+        long = {"query": query, "documents": ["w9", "w9 " * 70]}
+        assert service.refused("/rerank", long)[0] == "documents[1]"
+        many = {"text_1": query, "text_2": ["w9"] * 150}
+        assert len(service.ok("/score", many)["data"]) == 150
+        assert service.refused("/v1/embeddings", {"input": "w9"})[0] == "model"
+        assert service.refused(CHAT, asked("w9"))[0] == "chat_template"
+        assert service.post("/sleep").status_code == 403
