@@ -142,6 +142,19 @@ def serve(
         int | None,
         typer.Option(help="host memory for a driver's uploads, at most; default: 2 GiB"),
     ] = None,
+    metrics_listen: Annotated[
+        str | None,
+        typer.Option(
+            help="serve metrics and health over HTTP at unix:/DIR/NAME or, with a token, at "
+            "ADDRESS:PORT; default: nowhere"
+        ),
+    ] = None,
+    metrics_token_file: Annotated[
+        str | None,
+        typer.Option(
+            help="file with the bearer token for --metrics-listen ADDRESS:PORT, or credential:NAME"
+        ),
+    ] = None,
     reset_epoch: Annotated[
         bool,
         typer.Option(

@@ -38,6 +38,8 @@ KEYS: Final = (
     "gpu-lock-dir",
     "share-gpu",
     "upload-memory-bytes",
+    "metrics-listen",
+    "metrics-token-file",
     "reset-epoch",
     "exit-with-parent-fd",
     "log-level",
@@ -114,6 +116,12 @@ class ProcessSettings:
     """True if another daemon may have the same GPU."""
     upload_memory_bytes: int
     """Limit on host memory for a driver's uploads."""
+    metrics_listen: str
+    """Place of metrics and health, unix:PATH or ADDRESS:PORT; empty: none. Parsed by the server."""
+    metrics_token_file: Path | None
+    """File with the token that readers of a port show."""
+    metrics_token_is_credential: bool
+    """True if it is in systemd's directory of credentials."""
     reset_epoch: bool
     """True: replace a stored epoch that cannot be used; see epochs.py."""
     log_level: str
@@ -311,13 +319,16 @@ def build_settings(given: Given) -> ProcessSettings:
         save_root=_own_directory(given, "save-root", "saved weights"),
         profile_dir=_own_directory(given, "profile-dir", "traces"),
         key_file=key_file,
-        key_is_credential=_text(given, "key-file", "").startswith(CREDENTIAL_PREFIX),
+        key_is_credential=_is_credential(given, "key-file"),
         authorized_keys=authorized_keys,
         data_interface=_interface(given),
         exit_with_parent_fd=_file_descriptor(given),
         gpu_lock_dir=_path(given, "gpu-lock-dir"),
         share_gpu=_switch(given, "share-gpu"),
         upload_memory_bytes=_bytes(given, "upload-memory-bytes", DEFAULT_UPLOAD_MEMORY_BYTES),
+        metrics_listen=_text(given, "metrics-listen", ""),
+        metrics_token_file=_key_path(given, "metrics-token-file"),
+        metrics_token_is_credential=_is_credential(given, "metrics-token-file"),
         reset_epoch=_switch(given, "reset-epoch"),
         log_level=_level(given),
     )
@@ -386,9 +397,13 @@ def _keys(given: Given) -> tuple[Path | None, Path | None]:
     return key_file, authorized
 
 
+def _is_credential(given: Given, key: str) -> bool:
+    return _text(given, key, "").startswith(CREDENTIAL_PREFIX)
+
+
 def _key_path(given: Given, key: str) -> Path | None:
     text = _text(given, key, "")
-    if not text.startswith(CREDENTIAL_PREFIX):
+    if not _is_credential(given, key):
         return _path(given, key)
     directory, name = os.environ.get(_CREDENTIALS), text.removeprefix(CREDENTIAL_PREFIX)
     if not directory or not name or name != Path(name).name:

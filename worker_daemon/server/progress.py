@@ -4,17 +4,31 @@ for step_times, which is updated in place)."""
 
 import math
 import time
+from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
+from rpc_schema.errors import ErrorCode
 from worker_daemon.server.lifecycle import DaemonState
 from worker_daemon.worker.description import WorkerDescription
+from worker_host.metrics import HistogramCounts
 
 MAX_STEPS: Final = 64
 """The mean step time is exact over this many steps; after that it is an exponential moving average
 in which each new step has weight 1 / MAX_STEPS."""
+STEP_BOUNDS_S: Final = (
+    *(0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.0125, 0.015, 0.02, 0.025),
+    *(0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0),
+)
+"""Buckets of step times: close to each other where steps of large models are."""
+PHASE_BOUNDS_S: Final = (
+    *(0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01),
+    *(0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 1.0, 10.0),
+)
+"""Buckets of the phases of a step."""
 
 
 class Stamp(msgspec.Struct, frozen=True, gc=False):
@@ -27,6 +41,8 @@ class Stamp(msgspec.Struct, frozen=True, gc=False):
     """After this the phase counts as hung; infinite while idle."""
     on_link: bool
     """True if the phase may wait for other ranks, so that aborting the link can end it."""
+    done: float = 0.0
+    """Share of the operation that is complete, if it is known."""
 
     @property
     def idle(self) -> bool:
@@ -60,20 +76,27 @@ NO_RESULT = Stamp(IDLE, 0.0, math.inf, False)
 
 
 class StepTimes:
-    """The mean step duration; recent steps weigh more. Written by one thread at a time, read
-    by any."""
+    """The durations of steps, and their mean, in which recent steps weigh more. Written by one
+    thread at a time, read by any."""
 
-    __slots__ = ("_last_s", "_num_steps", "usual_s")
+    __slots__ = ("_last_s", "_num_steps", "awaited", "launched", "steps", "usual_s")
 
     def __init__(self) -> None:
         self.usual_s = 0.0
         """0 before the first step has ended."""
+        self.steps = HistogramCounts(STEP_BOUNDS_S)
+        """From step to step, in seconds, without idle times."""
+        self.launched = HistogramCounts(PHASE_BOUNDS_S)
+        """From a step's start to the end of the step thread's work for it."""
+        self.awaited = HistogramCounts(PHASE_BOUNDS_S)
+        """From there until its tokens are on the host."""
         self._num_steps = 0
         self._last_s = 0.0
 
-    def add(self, began_s: float, ended_s: float) -> None:
+    def add(self, began_s: float, ended_s: float, launched_s: float | None = None) -> None:
         """Record a step, in seconds of time.monotonic. Steps overlap: a step counts from its start
-        or the end of the previous step, whichever is later, so that idle time never counts."""
+        or the end of the previous step, whichever is later, so that idle time never counts.
+        launched_s: the end of the step thread's work; None if this rank has no result."""
         # Plain comparisons: this runs once per step.
         begin_s = self._last_s if self._last_s > began_s else began_s
         took_s = ended_s - begin_s if ended_s > begin_s else 0.0
@@ -81,6 +104,15 @@ class StepTimes:
         if self._num_steps < MAX_STEPS:
             self._num_steps += 1
         self.usual_s += (took_s - self.usual_s) / self._num_steps
+        # HistogramCounts.observe, without the calls.
+        self.steps.counts[bisect_left(STEP_BOUNDS_S, took_s)] += 1
+        self.steps.total += took_s
+        if launched_s is not None:
+            launching_s, waited_s = launched_s - began_s, ended_s - launched_s
+            self.launched.counts[bisect_left(PHASE_BOUNDS_S, launching_s)] += 1
+            self.launched.total += launching_s
+            self.awaited.counts[bisect_left(PHASE_BOUNDS_S, waited_s)] += 1
+            self.awaited.total += waited_s
 
 
 class Progress:
@@ -90,6 +122,9 @@ class Progress:
         "epoch",
         "last_seq",
         "link",
+        "num_failed_steps",
+        "operation_s",
+        "refusals",
         "result",
         "snapshot",
         "stamp",
@@ -112,20 +147,34 @@ class Progress:
         self.step_times = StepTimes()
         """Written by the thread that takes a step's result: the step thread or the completion
         thread."""
+        self.num_failed_steps = 0
+        """Steps that failed on the step thread."""
+        self.refusals: Counter[ErrorCode] = Counter()
+        """Requests that were not accepted, by the reason."""
+        self.operation_s: dict[str, float] = {}
+        """Duration of the last operation of each kind, steps excepted."""
 
     def begin(self, phase: str, legal_silence_s: float, on_link: bool) -> None:
         """Enter a phase that may last `legal_silence_s`."""
         now = time.monotonic()
         self.stamp = Stamp(phase, now, now + legal_silence_s, on_link)
 
+    def waiting_s(self) -> float:
+        """Return how long the older of the running phases has lasted; 0 while both threads are
+        idle."""
+        since = [stamp.since for stamp in (self.stamp, self.result) if not stamp.idle]
+        return max(0.0, time.monotonic() - min(since)) if since else 0.0
+
     def await_result(self, seq: int) -> None:
         """Record that the completion thread begins to wait for the result of `seq`."""
         now = time.monotonic()
         self.result = Stamp(f"RESULT {seq}", now, now + self.step_deadline_s, True)
 
-    def set_phase(self, phase: str, legal_silence_s: float) -> None:
-        """Replace the running phase by a finer one; called by a worker inside an operation."""
-        self.begin(phase, legal_silence_s, self.stamp.on_link)
+    def set_phase(self, phase: str, legal_silence_s: float, /, *, done: float = 0.0) -> None:
+        """Replace the running phase by a finer one; called by a worker inside an operation. See
+        SetPhase."""
+        now = time.monotonic()
+        self.stamp = Stamp(phase, now, now + legal_silence_s, self.stamp.on_link, done)
 
     def idle(self) -> None:
         """Wait for the next request."""

@@ -9,7 +9,8 @@ import errno
 import logging
 import threading
 import time
-from collections import deque
+from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Final, TypeAlias
@@ -19,11 +20,13 @@ import zmq
 from rpc_schema.base import StepReply
 from rpc_schema.codec import Frame, encode_step, mark_replayed
 from rpc_schema.error_replies import ErrorReply
-from rpc_schema.errors import StaleError
+from rpc_schema.errors import ErrorCode, StaleError
 from rpc_schema.lifecycle import Attached, ReplyDelay
 from rpc_schema.step import ModelRunnerOutput
+from worker_daemon.server.progress import PHASE_BOUNDS_S
 from worker_daemon.server.sequence import REPLAYABLE
 from worker_daemon.server.wire.replies import error_reply
+from worker_host.metrics import HistogramCounts
 
 MAX_RING_BYTES: Final = 64 << 20
 MAX_DELAYS: Final = 1024
@@ -72,33 +75,48 @@ class ReplyRing:
 class ReplyCounts:
     """Counts since the daemon's start. Written by one thread at a time, read by any."""
 
-    __slots__ = ("num_tokens",)
+    __slots__ = ("errors", "num_failed_results", "num_replays", "num_tokens")
 
     def __init__(self) -> None:
         self.num_tokens = 0
         """Tokens sampled."""
+        self.num_replays = 0
+        """Replies that were sent again."""
+        self.num_failed_results = 0
+        """Steps that failed after the step thread's work for them."""
+        self.errors: Counter[ErrorCode] = Counter()
+        """Failures of accepted requests."""
 
     def add(self, reply: StepReply) -> None:
         """Count a reply that is sent for the first time."""
-        if type(reply) is ModelRunnerOutput and reply.sampled_token_ids:
-            self.num_tokens += len(reply.sampled_token_ids) // 4
+        if type(reply) is ModelRunnerOutput:
+            if reply.sampled_token_ids:
+                self.num_tokens += len(reply.sampled_token_ids) // 4
+        elif type(reply) is ErrorReply:
+            self.errors[reply.code] += 1
 
 
 class ReplyDelays:
     """The delays of the last MAX_DELAYS results. Written by one thread at a time; any thread may
     call summary(), which sorts them, so that steps need not."""
 
-    __slots__ = ("_delays_ns",)
+    __slots__ = ("_delays_ns", "since_start")
 
     def __init__(self) -> None:
         self._delays_ns: deque[int] = deque(maxlen=MAX_DELAYS)
+        self.since_start = HistogramCounts(PHASE_BOUNDS_S)
+        """All delays since the daemon's start, in seconds."""
 
     def add(self, delay_ns: int) -> None:
         """Record one delay, in nanoseconds."""
         self._delays_ns.append(delay_ns)
+        delay_s = delay_ns / 1e9
+        # HistogramCounts.observe, without the call.
+        self.since_start.counts[bisect_left(PHASE_BOUNDS_S, delay_s)] += 1
+        self.since_start.total += delay_s
 
     def clear(self) -> None:
-        """Forget all delays: another driver begins."""
+        """Forget the last delays: another driver begins."""
         self._delays_ns.clear()
 
     def summary(self) -> ReplyDelay:
@@ -161,6 +179,7 @@ class ReplyChannel:
         """Send the failure of `seq`, a step of the attached driver, and keep it; return the
         reply."""
         failure = error_reply(error, epoch=self._epoch, seq=seq, rank=self._rank)
+        self.counts.num_failed_results += 1
         self.reply(failure)
         return failure
 
@@ -179,6 +198,7 @@ class ReplyChannel:
                 reply = error_reply(stale, epoch=self._epoch, seq=seq, rank=self._rank)
                 self._send(self._route, encode_step(reply))
             elif frames:
+                self.counts.num_replays += 1
                 self._send(self._route, mark_replayed(frames))
 
     def refuse(self, route: bytes, reply: ErrorReply) -> None:
