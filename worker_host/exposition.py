@@ -1,7 +1,9 @@
 """Metrics in Prometheus' text format, by prometheus-client. Imported only by processes that export
 them."""
 
-from collections.abc import Iterable
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
 from prometheus_client import ProcessCollector, generate_latest
@@ -9,9 +11,10 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from worker_host.metrics import ExportedMetric, HistogramCounts, MetricKind, Reading
+from worker_host.metrics import ExportedMetric, HistogramCounts, MetricKind, MetricReadings, Reading
 
-CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
+FRESH_S: Final = 1.0
+"""Age up to which rendered metrics are sent again."""
 
 
 class _Sole(Collector):
@@ -49,13 +52,45 @@ def _add_histogram(family: Metric, labels: dict[str, str], counts: HistogramCoun
     family.add_sample(f"{family.name}_count", labels, so_far)
 
 
-class ProcessMetrics:
-    """The metrics of this process that every Prometheus client exports: process_cpu_seconds_total,
-    process_resident_memory_bytes, process_open_fds and so on, from /proc."""
+class RenderedMetrics:
+    """The metrics of this process as text: those of its table, and those that every Prometheus
+    client exports (process_cpu_seconds_total, process_resident_memory_bytes and so on, from /proc).
 
-    def __init__(self) -> None:
-        self._collector = ProcessCollector(registry=None)
+    Belongs to an event loop. They are rendered at most once a second and one at a time. The loop
+    runs between two of them, so that neither its other work nor another thread waits long for the
+    interpreter.
+    """
 
-    def render(self) -> bytes:
-        """Return them in text format 0.0.4."""
-        return generate_latest(self._collector)
+    content_type: str = CONTENT_TYPE_PLAIN_0_0_4
+
+    def __init__(
+        self,
+        read: Callable[[], Iterable[MetricReadings]],
+        prepare: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """read: returns the present values. prepare: is awaited before them."""
+        self._read = read
+        self._prepare = prepare
+        self._process = ProcessCollector(registry=None)
+        self._lock = asyncio.Lock()
+        """Held while they are rendered, so that readers at the same time share one text."""
+        self._text = b""
+        self._rendered_at = float("-inf")
+
+    async def text(self) -> bytes:
+        """Return them, at most FRESH_S old."""
+        async with self._lock:
+            if time.monotonic() - self._rendered_at > FRESH_S:
+                self._text = await self._render()
+                self._rendered_at = time.monotonic()
+        return self._text
+
+    async def _render(self) -> bytes:
+        if self._prepare is not None:
+            await self._prepare()
+        parts = []
+        for metric, readings in self._read():
+            parts.append(render_metric(metric, readings))
+            await asyncio.sleep(0)  # the loop's wait releases the interpreter
+        parts.append(generate_latest(self._process))
+        return b"".join(parts)

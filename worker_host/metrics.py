@@ -48,11 +48,13 @@ class HistogramCounts:
         self.total = 0.0
         """Sum of all values."""
 
-    def observe(self, value: float) -> None:
-        """Count one value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value, as often as it occurred."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
 
 
 Reading: TypeAlias = tuple[tuple[str, ...], float | HistogramCounts]
 """A metric's value for some values of its labels, which are in the order of its row."""
+MetricReadings: TypeAlias = tuple[ExportedMetric, Sequence[Reading]]
+"""A metric with its values."""

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.metrics_document import render
+from worker_client.service.metrics.table import SERVICE_METRICS
 from worker_daemon.server.metrics.table import DAEMON_METRICS
 from worker_host.metrics import ExportedMetric, MetricKind
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
-TABLES = {"daemon": DAEMON_METRICS}
+TABLES = {"daemon": DAEMON_METRICS, "server": SERVICE_METRICS}
 BASE_UNITS = ("_seconds", "_bytes", "_ratio", "_celsius", "_watts", "_info")
 OTHER_UNITS = re.compile(r"_(ms|us|milliseconds|microseconds|percent|mb|gb|kb)(_|$)")
 

@@ -31,7 +31,6 @@ from worker_daemon.server.health.guard import Guard
 from worker_daemon.server.health.systemd import ServiceManager
 from worker_daemon.server.health.tracing import Tracing
 from worker_daemon.server.metrics.http_server import MetricsServer, MetricsText
-from worker_daemon.server.metrics.readings import DaemonReadings
 from worker_daemon.server.metrics.startup import StartPhase, StartupTimes
 from worker_daemon.server.process_exit import DEVICE_CODES, ProcessExit
 from worker_daemon.server.progress import Progress
@@ -456,9 +455,9 @@ class Daemon:
 
 def _metrics_text(report: StatusReport, startup: StartupTimes) -> MetricsText:
     # Imported late: prometheus-client, which only a daemon with --metrics-listen needs.
-    from worker_daemon.server.metrics.rendered import RenderedMetrics
+    from worker_daemon.server.metrics.rendered import rendered_metrics
 
-    return RenderedMetrics(DaemonReadings(report, startup.seconds), report.expert_loads)
+    return rendered_metrics(report, startup.seconds)
 
 
 async def _within(event: asyncio.Event, limit_s: float) -> bool:

@@ -26,7 +26,7 @@ from worker_client.worker_group import parse_endpoints
 
 NOT_SERVED: Final = ("prompt", "input_", "output", "max_tokens", "restart")
 """Options of a run that a server does not have."""
-PACKAGES: Final = ("fastapi", "uvicorn")
+PACKAGES: Final = ("fastapi", "prometheus_client", "uvicorn")
 
 
 def _devices(device: Device, gpus: str | None) -> list[str]:

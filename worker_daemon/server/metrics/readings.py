@@ -5,7 +5,7 @@ import platform
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
-from typing import Final, TypeAlias, TypeVar, get_args
+from typing import Final, TypeVar, get_args
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.health import LoadState, ServingState
@@ -13,7 +13,7 @@ from rpc_schema.lease import LeaseState
 from rpc_schema.version import PROTOCOL_VERSION, SOFTWARE_VERSION
 from worker_daemon.server.metrics import table
 from worker_daemon.server.session.status import StatusReport
-from worker_host.metrics import ExportedMetric, Reading
+from worker_host.metrics import ExportedMetric, MetricReadings, Reading
 
 _AXES: Final[Mapping[str, tuple[str, ...]]] = {
     "load": get_args(LoadState),
@@ -25,7 +25,6 @@ _NCCL: Final = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _ALONE: Final = ()
 
 _KeyT = TypeVar("_KeyT", bound=str | int)
-MetricReadings: TypeAlias = tuple[ExportedMetric, list[Reading]]
 
 
 class DaemonReadings:
