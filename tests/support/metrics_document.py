@@ -32,7 +32,8 @@ At a daemon's port, probes without the token get no reasons, and `/metrics` is r
 ([security](security.md#metrics)).
 
 Scrapes do not wait for steps, nor steps for scrapes: steps only count, in numbers that were
-allocated before. Prometheus' usual metrics of a process (`process_resident_memory_bytes`,
+allocated before. `docker/monitoring` has a Grafana dashboard, alert rules and a scrape
+configuration. Prometheus' usual metrics of a process (`process_resident_memory_bytes`,
 `process_cpu_seconds_total`, `process_open_fds` and so on) are exported too.
 """
 
