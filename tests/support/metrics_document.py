@@ -31,10 +31,11 @@ Probes answer with JSON: `{"status":"unavailable","reasons":["its model is not r
 At a daemon's port, probes without the token get no reasons, and `/metrics` is refused
 ([security](security.md#metrics)).
 
-Scrapes do not wait for steps, nor steps for scrapes: steps only count, in numbers that were
-allocated before. `docker/monitoring` has a Grafana dashboard, alert rules and a scrape
-configuration. Prometheus' usual metrics of a process (`process_resident_memory_bytes`,
-`process_cpu_seconds_total`, `process_open_fds` and so on) are exported too.
+Scrapes do not wait for steps, nor steps for scrapes (`python -m benchmarks.scrapes` measures it): a
+step adds to numbers that were allocated before, and to none without `--metrics-listen`.
+`docker/monitoring` has a Grafana dashboard, alert rules and a scrape configuration. Prometheus'
+usual metrics of a process (`process_resident_memory_bytes`, `process_cpu_seconds_total`,
+`process_open_fds` and so on) are exported too.
 """
 
 

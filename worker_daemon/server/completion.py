@@ -17,7 +17,7 @@ from rpc_schema.lifecycle import Attached
 from worker_daemon.server.dispatch import PendingReply
 from worker_daemon.server.progress import NO_RESULT, Progress
 from worker_daemon.server.server_thread import ServerThread
-from worker_daemon.server.wire.reply_channel import ReplyChannel
+from worker_daemon.server.wire.reply_channel import ReplyChannel, ReplyDelays
 
 ATTACH_RETRY_S: Final = 0.005
 
@@ -52,11 +52,15 @@ class Completion:
     """
 
     def __init__(
-        self, results: "zmq.Socket[bytes]", progress: Progress, on_failure: OnFailure
+        self,
+        results: "zmq.Socket[bytes]",
+        progress: Progress,
+        on_failure: OnFailure,
+        delays: ReplyDelays | None = None,
     ) -> None:
         """on_failure(reply, link) is called for a step whose result failed after the step itself
-        had succeeded, on the thread that took the result."""
-        self.channel = ReplyChannel(results)
+        had succeeded, on the thread that took the result. delays: see ReplyChannel."""
+        self.channel = ReplyChannel(results, delays)
         """Any thread may read its `delays` and `counts`."""
         self._progress = progress
         self._on_failure = on_failure

@@ -30,6 +30,7 @@ from worker_daemon.server.health.device_watch import DeviceWatch, OpenFaultWatch
 from worker_daemon.server.health.guard import Guard
 from worker_daemon.server.health.systemd import ServiceManager
 from worker_daemon.server.health.tracing import Tracing
+from worker_daemon.server.metrics.counted_times import CountedTimes
 from worker_daemon.server.metrics.http_server import MetricsServer, MetricsText
 from worker_daemon.server.metrics.startup import StartPhase, StartupTimes
 from worker_daemon.server.process_exit import DEVICE_CODES, ProcessExit
@@ -174,11 +175,13 @@ class Daemon:
         self._security = open_security(self._context, settings)
         sockets = bind_sockets(self._context, files.endpoint, self._security)
         files.sockets.are_bound()
-        self._progress = Progress(settings.device)
+        counted = CountedTimes() if files.metrics is not None else None
+        self._progress = Progress(settings.device, None if counted is None else counted.steps)
         self._service_manager = ServiceManager(settings.notify_socket)
         guard = Guard(self._progress, self._link_aborted, files.hang_reports, self)
         uploads = Uploads(settings.upload_memory_bytes)
-        completion = Completion(sockets.results, self._progress, self._result_failed)
+        delays = None if counted is None else counted.delays
+        completion = Completion(sockets.results, self._progress, self._result_failed, delays)
         step = StepThread(
             step=sockets.step,
             completion=completion,
@@ -212,8 +215,8 @@ class Daemon:
         self._events = Events(sockets.events, report)
         self._startup = StartupTimes()
         self._metrics: MetricsServer | None = None
-        if files.metrics is not None:
-            metrics = _metrics_text(report, self._startup)
+        if files.metrics is not None and counted is not None:
+            metrics = _metrics_text(report, counted, self._startup)
             self._metrics = MetricsServer(
                 files.metrics, report, metrics, lambda: self._ready.done()
             )
@@ -453,11 +456,13 @@ class Daemon:
             self._loop.call_soon_threadsafe(callback)
 
 
-def _metrics_text(report: StatusReport, startup: StartupTimes) -> MetricsText:
+def _metrics_text(
+    report: StatusReport, counted: CountedTimes, startup: StartupTimes
+) -> MetricsText:
     # Imported late: prometheus-client, which only a daemon with --metrics-listen needs.
     from worker_daemon.server.metrics.rendered import rendered_metrics
 
-    return rendered_metrics(report, startup.seconds)
+    return rendered_metrics(report, counted, startup.seconds)
 
 
 async def _within(event: asyncio.Event, limit_s: float) -> bool:

@@ -4,7 +4,6 @@ for step_times, which is updated in place)."""
 
 import math
 import time
-from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 from typing import Final
@@ -76,27 +75,22 @@ NO_RESULT = Stamp(IDLE, 0.0, math.inf, False)
 
 
 class StepTimes:
-    """The durations of steps, and their mean, in which recent steps weigh more. Written by one
-    thread at a time, read by any."""
+    """The mean step duration; recent steps weigh more. Written by one thread at a time, read
+    by any."""
 
-    __slots__ = ("_last_s", "_num_steps", "awaited", "launched", "steps", "usual_s")
+    __slots__ = ("_last_s", "_num_steps", "usual_s")
 
     def __init__(self) -> None:
         self.usual_s = 0.0
         """0 before the first step has ended."""
-        self.steps = HistogramCounts(STEP_BOUNDS_S)
-        """From step to step, in seconds, without idle times."""
-        self.launched = HistogramCounts(PHASE_BOUNDS_S)
-        """From a step's start to the end of the step thread's work for it."""
-        self.awaited = HistogramCounts(PHASE_BOUNDS_S)
-        """From there until its tokens are on the host."""
         self._num_steps = 0
         self._last_s = 0.0
 
-    def add(self, began_s: float, ended_s: float, launched_s: float | None = None) -> None:
+    def add(self, began_s: float, ended_s: float, launched_s: float | None = None) -> float:
         """Record a step, in seconds of time.monotonic. Steps overlap: a step counts from its start
         or the end of the previous step, whichever is later, so that idle time never counts.
-        launched_s: the end of the step thread's work; None if this rank has no result."""
+        launched_s: the end of the step thread's work; None if this rank has no result.
+        Return the step's duration."""
         # Plain comparisons: this runs once per step.
         begin_s = self._last_s if self._last_s > began_s else began_s
         took_s = ended_s - begin_s if ended_s > begin_s else 0.0
@@ -104,15 +98,31 @@ class StepTimes:
         if self._num_steps < MAX_STEPS:
             self._num_steps += 1
         self.usual_s += (took_s - self.usual_s) / self._num_steps
-        # HistogramCounts.observe, without the calls.
-        self.steps.counts[bisect_left(STEP_BOUNDS_S, took_s)] += 1
-        self.steps.total += took_s
+        return took_s
+
+
+class CountedStepTimes(StepTimes):
+    """The same, and how many steps took how long, for a daemon with metrics."""
+
+    __slots__ = ("awaited", "launched", "steps")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = HistogramCounts(STEP_BOUNDS_S)
+        """From step to step, in seconds, without idle times."""
+        self.launched = HistogramCounts(PHASE_BOUNDS_S)
+        """From a step's start to the end of the step thread's work for it."""
+        self.awaited = HistogramCounts(PHASE_BOUNDS_S)
+        """From there until its tokens are on the host."""
+
+    def add(self, began_s: float, ended_s: float, launched_s: float | None = None) -> float:
+        """Record a step, as StepTimes does, and count it."""
+        took_s = super().add(began_s, ended_s, launched_s)
+        self.steps.observe(took_s)
         if launched_s is not None:
-            launching_s, waited_s = launched_s - began_s, ended_s - launched_s
-            self.launched.counts[bisect_left(PHASE_BOUNDS_S, launching_s)] += 1
-            self.launched.total += launching_s
-            self.awaited.counts[bisect_left(PHASE_BOUNDS_S, waited_s)] += 1
-            self.awaited.total += waited_s
+            self.launched.observe(launched_s - began_s)
+            self.awaited.observe(ended_s - launched_s)
+        return took_s
 
 
 class Progress:
@@ -132,7 +142,8 @@ class Progress:
         "step_times",
     )
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, step_times: StepTimes | None = None) -> None:
+        """step_times: where steps are recorded; None: in a StepTimes."""
         self.stamp = Stamp("STARTING", time.monotonic(), math.inf, False)
         self.result = NO_RESULT
         """The phase in which the completion thread waits for a result; a hanging device shows
@@ -144,7 +155,7 @@ class Progress:
         """The last request whose outcome has been, or is about to be, passed to the completion
         thread."""
         self.step_deadline_s = 60.0
-        self.step_times = StepTimes()
+        self.step_times = StepTimes() if step_times is None else step_times
         """Written by the thread that takes a step's result: the step thread or the completion
         thread."""
         self.num_failed_steps = 0

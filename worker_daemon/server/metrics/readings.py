@@ -12,6 +12,7 @@ from rpc_schema.health import LoadState, ServingState
 from rpc_schema.lease import LeaseState
 from rpc_schema.version import PROTOCOL_VERSION, SOFTWARE_VERSION
 from worker_daemon.server.metrics import table
+from worker_daemon.server.metrics.counted_times import CountedTimes
 from worker_daemon.server.session.status import StatusReport
 from worker_host.metrics import ExportedMetric, MetricReadings, Reading
 
@@ -30,10 +31,13 @@ _KeyT = TypeVar("_KeyT", bound=str | int)
 class DaemonReadings:
     """Reads the metrics of one daemon."""
 
-    def __init__(self, report: StatusReport, startup_s: Mapping[str, float]) -> None:
+    def __init__(
+        self, report: StatusReport, counted: CountedTimes, startup_s: Mapping[str, float]
+    ) -> None:
         """startup_s: seconds from the process's start to each of its phases' ends; it grows until
         the worker is made."""
         self._report = report
+        self._counted = counted
         self._startup_s = startup_s
         self._versions = {"torch": _version("torch"), "nccl": _version(*_NCCL)}
 
@@ -71,14 +75,14 @@ class DaemonReadings:
 
     def _steps(self, status: lc.Status) -> dict[ExportedMetric, list[Reading]]:
         progress, channel = self._report.progress, self._report.completion.channel
-        times = progress.step_times
+        times = self._counted.steps
         num_failed = progress.num_failed_steps + channel.counts.num_failed_results
         return {
             table.STEP: [(_ALONE, times.steps)],
             table.STEP_PHASE: [
                 (("launch",), times.launched),
                 (("result",), times.awaited),
-                (("send",), channel.delays.since_start),
+                (("send",), self._counted.delays.since_start),
             ],
             table.STEPS: [(("ok",), sum(times.steps.counts)), (("failed",), num_failed)],
             table.STEP_REPLAYS: _one(channel.counts.num_replays),

@@ -9,7 +9,6 @@ import errno
 import logging
 import threading
 import time
-from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence
 from operator import itemgetter
@@ -100,23 +99,17 @@ class ReplyDelays:
     """The delays of the last MAX_DELAYS results. Written by one thread at a time; any thread may
     call summary(), which sorts them, so that steps need not."""
 
-    __slots__ = ("_delays_ns", "since_start")
+    __slots__ = ("_delays_ns",)
 
     def __init__(self) -> None:
         self._delays_ns: deque[int] = deque(maxlen=MAX_DELAYS)
-        self.since_start = HistogramCounts(PHASE_BOUNDS_S)
-        """All delays since the daemon's start, in seconds."""
 
     def add(self, delay_ns: int) -> None:
         """Record one delay, in nanoseconds."""
         self._delays_ns.append(delay_ns)
-        delay_s = delay_ns / 1e9
-        # HistogramCounts.observe, without the call.
-        self.since_start.counts[bisect_left(PHASE_BOUNDS_S, delay_s)] += 1
-        self.since_start.total += delay_s
 
     def clear(self) -> None:
-        """Forget the last delays: another driver begins."""
+        """Forget all delays: another driver begins."""
         self._delays_ns.clear()
 
     def summary(self) -> ReplyDelay:
@@ -131,16 +124,33 @@ class ReplyDelays:
         )
 
 
+class CountedReplyDelays(ReplyDelays):
+    """The same, and how many took how long since the start, for a daemon with metrics."""
+
+    __slots__ = ("since_start",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.since_start = HistogramCounts(PHASE_BOUNDS_S)
+        """In seconds, of all drivers."""
+
+    def add(self, delay_ns: int) -> None:
+        """Record one delay, in nanoseconds, and count it."""
+        super().add(delay_ns)
+        self.since_start.observe(delay_ns / 1e9)
+
+
 class ReplyChannel:
     """Sends replies and keeps them for replay. Every method may be called from any thread and
     returns without waiting for a peer."""
 
-    def __init__(self, results: "zmq.Socket[bytes]") -> None:
-        """Take over the socket: no other object uses or closes it from now on."""
+    def __init__(self, results: "zmq.Socket[bytes]", delays: ReplyDelays | None = None) -> None:
+        """Take over the socket: no other object uses or closes it from now on. delays: where they
+        are recorded; None: in a ReplyDelays."""
         self._results = results
         # pyzmq's compiled send: its Python wrapper is slow if it last ran 5 ms ago or earlier.
         self._send_part = super(zmq.Socket, results).send
-        self.delays = ReplyDelays()
+        self.delays = ReplyDelays() if delays is None else delays
         """Delays of the attached driver's results, from the host to the socket."""
         self.counts = ReplyCounts()
         self._lock = threading.Lock()
