@@ -5,7 +5,9 @@ import asyncio
 import http.client
 import os
 import socket
+import struct
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,20 +16,27 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from msgspec import structs
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from rpc_schema import lifecycle as lc
 from rpc_schema.errors import ConfigError
+from tests.contract.random_messages import fixed_example
 from tests.support.waiting import wait_until
 from tests.unit.server.driver import DaemonProcess, Driver
 from worker_daemon.server.metrics import http_server
+from worker_daemon.server.metrics.counted_times import CountedTimes
 from worker_daemon.server.metrics.http_server import MetricsServer
 from worker_daemon.server.metrics.listener import MetricsListener, open_listener
+from worker_daemon.server.metrics.readings import DaemonReadings
 from worker_daemon.server.metrics.table import DAEMON_METRICS
+from worker_daemon.server.progress import Progress
 from worker_daemon.server.wire.endpoints import MAX_PATH_BYTES, EndpointInUseError
+from worker_daemon.server.wire.reply_channel import ReplyCounts
 from worker_daemon.settings import build_settings
 from worker_host.exposition import render_metric
-from worker_host.metrics import ExportedMetric, HistogramCounts, MetricKind
+from worker_host.metrics import ExportedMetric, HistogramCounts, MetricKind, Reading
 
 TOKEN = "0123456789abcdef0123"
 
@@ -167,6 +176,82 @@ def test_histogram_is_cumulative_with_inclusive_bounds() -> None:
     assert found["x_seconds_bucket", "1.0"] == 3
     assert found["x_seconds_bucket", "+Inf"] == found["x_seconds_count", None] == 4
     assert found["x_seconds_sum", None] == pytest.approx(6.2000001)
+
+
+# Readings of a status.
+
+
+def readings(status: lc.Status) -> dict[str, list[Reading]]:
+    """Return the values that are read from a status and from counts."""
+    progress = Progress("cpu")
+    progress.set_phase("LOADING 25%", 60.0, done=0.25)
+    watch = SimpleNamespace(xids={31: 2, 0: 1})
+    guard = SimpleNamespace(num_hangs=1, num_aborts=2, device=SimpleNamespace(problem="hot"))
+    channel = SimpleNamespace(counts=ReplyCounts())
+    report = SimpleNamespace(
+        status=lambda: status,
+        progress=progress,
+        guard=guard,
+        device_watch=watch,
+        completion=SimpleNamespace(channel=channel, num_waiting=3),
+    )
+    read = DaemonReadings(report, CountedTimes(), {"bound": 1.5}).read()
+    return {metric.name.removeprefix("worker_daemon_"): found for metric, found in read}
+
+
+def test_readings_say_what_the_status_says() -> None:
+    experts = struct.pack("<4q", 10, 0, 20, 10)
+    status = structs.replace(
+        fixed_example(lc.Status),
+        kv_cache=lc.KVCacheConfig(num_blocks=101, block_size=16, groups=(), size_bytes=1),
+        num_kv_blocks_held=25,
+        memory_bytes={"weights": 7, "free": 9},
+        gpu_load=lc.GpuLoad(utilization_percent=40, temperature_c=50, power_w=None),
+        expert_loads=(
+            lc.ExpertLoad(layer=2, counts=experts),
+            lc.ExpertLoad(layer=5, counts=bytes(32)),
+        ),
+        memory_tags={"weights": "asleep"},
+        providers={"attention": "own", "graphs": "12"},
+    )
+    seen = readings(status)
+    assert seen["kv_blocks"] == [(("total",), 100), (("held",), 25)]
+    assert seen["kv_usage_ratio"] == [((), 0.25)]
+    assert seen["memory_bytes"] == [(("weights",), 7), (("free",), 9)]
+    assert seen["gpu_utilization_ratio"] == [((), 0.4)]
+    assert seen["gpu_temperature_celsius"] == [((), 50)] and seen["gpu_power_watts"] == []
+    assert seen["expert_tokens_total"] == [(("2",), 40), (("5",), 0)]
+    assert seen["expert_imbalance_ratio"] == [(("2",), 2.0)]
+    assert (("weights", "asleep"), 1.0) in seen["state"]
+    assert (("weights", "awake"), 0.0) in seen["state"]
+    assert "kv_cache" not in {axis for (axis, _), _ in seen["state"]}
+    assert seen["graphs"] == [((), 12)]
+    assert seen["load_progress_ratio"] == [((), 0.25)]
+    assert seen["xid_total"] == [(("31",), 2), (("0",), 1)]
+    assert (seen["hangs_total"], seen["comm_aborts_total"]) == ([((), 1)], [((), 2)])
+    assert seen["device_degraded"] == [((), True)] and seen["inflight_steps"] == [((), 3)]
+    assert seen["watchdog_age_seconds"][0][1] > 0 and seen["overdue"] == [((), False)]
+    assert seen["startup_seconds"] == [(("bound",), 1.5)]
+
+
+def test_an_idle_daemon_waits_for_nothing() -> None:
+    progress = Progress("cpu")
+    progress.idle()
+    assert progress.waiting_s() == 0
+    progress.await_result(7)
+    time.sleep(0.01)
+    progress.begin("ExecuteModel", 60.0, True)
+    assert progress.waiting_s() >= 0.01, "the older of the two counts"
+
+
+def test_counted_times_are_those_of_the_step() -> None:
+    times = CountedTimes().steps
+    times.add(10.0, 10.004, 10.001)
+    times.add(10.002, 10.006)  # it overlaps, and has no result
+    assert sum(times.steps.counts) == 2 and times.steps.total == pytest.approx(0.006)
+    assert sum(times.launched.counts) == sum(times.awaited.counts) == 1
+    assert times.launched.total == pytest.approx(0.001)
+    assert times.awaited.total == pytest.approx(0.003)
 
 
 # The server, in this process.
