@@ -81,7 +81,7 @@ class StageDriver:
         self.worker = Worker(
             self.device,
             [self.model.parent],
-            lambda phase, seconds: None,
+            _ignore_phase,
             profile_dir=self.profile_dir,
             compiler=self.compiler,
         )
@@ -228,3 +228,7 @@ def pipelined(steps: int, launch: Callable[[], PendingOutput | None], depth: int
             wait(in_flight.pop(0))
     for reply in in_flight:
         wait(reply)
+
+
+def _ignore_phase(phase: str, legal_silence_s: float, /, *, done: float = 0.0) -> None:
+    """Be a SetPhase for a worker without a daemon."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import typer
+from typer.core import TyperGroup
 
 from rpc_schema.config import (
     FIT_MAX_MODEL_LEN,
@@ -29,11 +30,14 @@ from worker_daemon.server.auth.keygen import make_key_files
 from worker_daemon.server.gpu_lock import GpuInUseError
 from worker_daemon.server.wire.endpoints import EndpointInUseError
 from worker_daemon.settings import (
+    early_log_format,
     journal_stream,
     load_settings,
     prepare_environment,
     prepare_kernel_cache,
+    read_sources,
 )
+from worker_daemon.shown_settings import show_settings
 from worker_host.exit_codes import ExitCode
 
 # Without rich, help and errors are plain text: option names are not truncated and errors not
@@ -58,13 +62,22 @@ def _exit_codes() -> Iterator[None]:
     try:
         yield
     except (ConfigError, CapacityError) as error:
-        logging.getLogger(__name__).error("%s", error)
+        logging.getLogger(__name__).error("%s", error, extra={"event": "refused"})
         if isinstance(error, EndpointInUseError | GpuInUseError):
             raise typer.Exit(ExitCode.IN_USE) from None
         if isinstance(error, StartLaterError):
             raise typer.Exit(ExitCode.RETRY_LATER) from None
         is_data = isinstance(error, CheckpointError)
         raise typer.Exit(ExitCode.BAD_DATA if is_data else ExitCode.CONFIG) from None
+
+
+@contextmanager
+def _logging(level: str, log_format: str) -> Iterator[None]:
+    """Log in a format from the start; errors of the format itself are text."""
+    configure_logs(level, journal_stream())
+    with _exit_codes():
+        configure_logs(level, journal_stream(), log_format)
+    yield
 
 
 def _show_version(is_asked: bool) -> None:
@@ -142,6 +155,19 @@ def serve(
         int | None,
         typer.Option(help="host memory for a driver's uploads, at most; default: 2 GiB"),
     ] = None,
+    metrics_listen: Annotated[
+        str | None,
+        typer.Option(
+            help="serve metrics and health over HTTP at unix:/DIR/NAME or, with a token, at "
+            "ADDRESS:PORT; default: nowhere"
+        ),
+    ] = None,
+    metrics_token_file: Annotated[
+        str | None,
+        typer.Option(
+            help="file with the bearer token for --metrics-listen ADDRESS:PORT, or credential:NAME"
+        ),
+    ] = None,
     reset_epoch: Annotated[
         bool,
         typer.Option(
@@ -152,6 +178,7 @@ def serve(
         int | None, typer.Option(help="end when this descriptor reads end-of-file")
     ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error")] = None,
+    log_format: Annotated[str | None, typer.Option(help="text, json or journald")] = None,
 ) -> None:
     """Serve one device until told to stop.
 
@@ -159,15 +186,43 @@ def serve(
     in this order of precedence.
     """
     given = {name.replace("_", "-"): value for name, value in locals().items() if name != "config"}
-    configure_logs("info", journal_stream())
-    with _exit_codes():
+    with _logging("info", early_log_format(log_format)), _exit_codes():
         _check_worker_extra()
         from worker_daemon.server.assembly import run_daemon  # it needs the extra
 
         settings = load_settings(given, config)
-        configure_logs(settings.log_level, journal_stream())
+        configure_logs(settings.log_level, journal_stream(), settings.log_format)
         prepare_kernel_cache(settings)
         raise typer.Exit(run_daemon(settings))
+
+
+config_app = typer.Typer(no_args_is_help=True)
+app.add_typer(config_app, name="config", short_help="Show settings and their origins.")
+
+
+@config_app.command(
+    "show",
+    short_help="Show each setting of serve, its value and its origin.",
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
+def show_config(
+    context: typer.Context,
+    config: Annotated[Path | None, typer.Option(help="TOML file with options of serve")] = None,
+) -> None:
+    """Show each setting of `serve`, its value and its origin: argument, environment, file or
+    default. Takes the options of `serve`; starts nothing, and makes no file."""
+    root = context.find_root().command
+    assert isinstance(root, TyperGroup)
+    with root.commands["serve"].make_context("serve", list(context.args)) as serving:
+        values = serving.params.items()
+    given = {
+        name.replace("_", "-"): list(value) if isinstance(value, tuple) else value
+        for name, value in values
+        if name != "config"
+    }
+    configure_logs("info")
+    with _exit_codes():
+        sys.stdout.write(show_settings(read_sources(given, config)))
 
 
 @app.command(short_help="Make a key pair for a daemon or a driver.")

@@ -1,11 +1,16 @@
 """The callback by which an operation reports its current phase and the phase's watchdog
 deadline."""
 
-from collections.abc import Callable
-from typing import Final, TypeAlias
+from typing import Final, Protocol
 
-SetPhase: TypeAlias = Callable[[str, float], None]
-"""(phase, seconds until it counts as hung)."""
+
+class SetPhase(Protocol):
+    """Reports a phase."""
+
+    def __call__(self, phase: str, legal_silence_s: float, /, *, done: float = 0.0) -> None:
+        """legal_silence_s: seconds until the phase counts as hung; done: share of the operation
+        that is complete, 0 to 1, if it is known."""
+
 
 LONG_OPERATION_S: Final = 1800.0
 """The limit of an operation whose duration depends on the model's size."""

@@ -4,7 +4,7 @@ os.environ."""
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,6 +15,7 @@ from worker_daemon.directories import claim_directory, state_home
 from worker_daemon.errors import config_error
 from worker_daemon.logs import LEVELS
 from worker_daemon.regular_file import read_whole
+from worker_host.log_lines import LOG_FORMATS
 
 ENV_PREFIX: Final = "WORKER_DAEMON_"
 _CONFIG_VARIABLE: Final = f"{ENV_PREFIX}CONFIG"
@@ -38,9 +39,12 @@ KEYS: Final = (
     "gpu-lock-dir",
     "share-gpu",
     "upload-memory-bytes",
+    "metrics-listen",
+    "metrics-token-file",
     "reset-epoch",
     "exit-with-parent-fd",
     "log-level",
+    "log-format",
 )
 _LISTS: Final = ("model-root", "lora-root")
 """Options that may be given several times."""
@@ -114,12 +118,52 @@ class ProcessSettings:
     """True if another daemon may have the same GPU."""
     upload_memory_bytes: int
     """Limit on host memory for a driver's uploads."""
+    metrics_listen: str
+    """Place of metrics and health, unix:PATH or ADDRESS:PORT; empty: none. Parsed by the server."""
+    metrics_token_file: Path | None
+    """File with the token that readers of a port show."""
+    metrics_token_is_credential: bool
+    """True if it is in systemd's directory of credentials."""
     reset_epoch: bool
     """True: replace a stored epoch that cannot be used; see epochs.py."""
     log_level: str
     """One of debug, info, warning, error."""
+    log_format: str
+    """One of LOG_FORMATS."""
     notify_socket: str = ""
     """Address of the service manager's socket (sd_notify(3)); empty: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettingSources:
+    """The values of each source by its name, the one with precedence first."""
+
+    by_origin: tuple[tuple[str, Given], ...]
+
+    def merged(self) -> Given:
+        """Return the values that count."""
+        merged: dict[str, str | int | bool | list[str] | None] = {}
+        for _, given in reversed(self.by_origin):
+            merged |= given
+        return merged
+
+
+def read_sources(command_line: Given, config_file: Path | None) -> SettingSources:
+    """Read the three sources.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or variable is unknown.
+    """
+    if config_file is None and (named := os.environ.get(_CONFIG_VARIABLE)):
+        config_file = Path(named)
+    told = {key: value for key, value in command_line.items() if value not in (None, [], False)}
+    sources: list[tuple[str, Given]] = [
+        ("argument", told),
+        ("environment", read_environment(os.environ)),
+    ]
+    if config_file is not None:
+        sources.append((f"file {config_file}", read_file(config_file)))
+    return SettingSources(tuple(sources))
 
 
 def load_settings(command_line: Given, config_file: Path | None) -> ProcessSettings:
@@ -128,12 +172,15 @@ def load_settings(command_line: Given, config_file: Path | None) -> ProcessSetti
     Raises:
         ConfigError: a value is missing, malformed or unknown.
     """
-    if config_file is None and (named := os.environ.get(_CONFIG_VARIABLE)):
-        config_file = Path(named)
-    given = dict(read_file(config_file)) if config_file is not None else {}
-    given |= read_environment(os.environ)
-    given |= {key: value for key, value in command_line.items() if value not in (None, [], False)}
-    return replace(build_settings(given), notify_socket=os.environ.get("NOTIFY_SOCKET", ""))
+    settings = build_settings(read_sources(command_line, config_file).merged())
+    return replace(settings, notify_socket=os.environ.get("NOTIFY_SOCKET", ""))
+
+
+def early_log_format(told: str | None) -> str:
+    """Return the format of what is logged before the settings are known: by the command line or
+    the environment, if they name a valid one."""
+    chosen = told or os.environ.get(f"{ENV_PREFIX}LOG_FORMAT", "")
+    return chosen if chosen in LOG_FORMATS else LOG_FORMATS[0]
 
 
 def journal_stream() -> str:
@@ -265,7 +312,9 @@ def read_file(path: Path) -> Given:
     for key in given:
         if key not in KEYS:
             problem = f"{path} has an unknown key"
-            raise ConfigError(problem, field=key, fix=f"use one of {', '.join(KEYS)}")
+            near = get_close_matches(key.replace("_", "-"), KEYS, 1)
+            fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(KEYS)}"
+            raise ConfigError(problem, field=key, fix=fix)
     return given
 
 
@@ -311,15 +360,19 @@ def build_settings(given: Given) -> ProcessSettings:
         save_root=_own_directory(given, "save-root", "saved weights"),
         profile_dir=_own_directory(given, "profile-dir", "traces"),
         key_file=key_file,
-        key_is_credential=_text(given, "key-file", "").startswith(CREDENTIAL_PREFIX),
+        key_is_credential=_is_credential(given, "key-file"),
         authorized_keys=authorized_keys,
         data_interface=_interface(given),
         exit_with_parent_fd=_file_descriptor(given),
         gpu_lock_dir=_path(given, "gpu-lock-dir"),
         share_gpu=_switch(given, "share-gpu"),
         upload_memory_bytes=_bytes(given, "upload-memory-bytes", DEFAULT_UPLOAD_MEMORY_BYTES),
+        metrics_listen=_text(given, "metrics-listen", ""),
+        metrics_token_file=_key_path(given, "metrics-token-file"),
+        metrics_token_is_credential=_is_credential(given, "metrics-token-file"),
         reset_epoch=_switch(given, "reset-epoch"),
-        log_level=_level(given),
+        log_level=_one_of(given, "log-level", "info", LEVELS),
+        log_format=_one_of(given, "log-format", LOG_FORMATS[0], LOG_FORMATS),
     )
 
 
@@ -386,9 +439,13 @@ def _keys(given: Given) -> tuple[Path | None, Path | None]:
     return key_file, authorized
 
 
+def _is_credential(given: Given, key: str) -> bool:
+    return _text(given, key, "").startswith(CREDENTIAL_PREFIX)
+
+
 def _key_path(given: Given, key: str) -> Path | None:
     text = _text(given, key, "")
-    if not text.startswith(CREDENTIAL_PREFIX):
+    if not _is_credential(given, key):
         return _path(given, key)
     directory, name = os.environ.get(_CREDENTIALS), text.removeprefix(CREDENTIAL_PREFIX)
     if not directory or not name or name != Path(name).name:
@@ -453,8 +510,8 @@ def _bytes(given: Given, key: str, default: int) -> int:
     return number
 
 
-def _level(given: Given) -> str:
-    value = _text(given, "log-level", "info")
-    if value not in LEVELS:
-        raise config_error("log-level", value, "unknown level", f"use one of {', '.join(LEVELS)}")
+def _one_of(given: Given, key: str, default: str, known: Sequence[str]) -> str:
+    value = _text(given, key, default)
+    if value not in known:
+        raise config_error(key, value, "unknown value", f"use one of {', '.join(known)}")
     return value

@@ -1,5 +1,5 @@
-"""The key files of drivers and daemons: their JSON formats, and functions that read them after
-checking that no other user could read or change them."""
+"""The files of keys and tokens of drivers and daemons: their formats, and functions that read them
+after checking that no other user could read or change them."""
 
 import os
 import stat
@@ -13,6 +13,8 @@ from rpc_schema.roles import Role
 
 MAX_FILE_BYTES: Final = 1 << 20
 FINGERPRINT_CHARS: Final = 8
+MIN_TOKEN_CHARS: Final = 16
+MAX_TOKEN_CHARS: Final = 512
 
 Z85Key = Annotated[str, Meta(pattern=r"^[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}$")]
 """32 bytes in Z85 (ZeroMQ RFC 32)."""
@@ -98,6 +100,27 @@ def read_known_daemons(path: Path, field: str) -> dict[str, str]:
     """
     data = _read(path, field, forbidden=0o022, private=False)
     return _decode(data, dict[str, Z85Key], path, field, 'write {"ENDPOINT": "PUBLIC KEY"}')
+
+
+def read_token(path: Path, field: str, *, group_may_read: bool = False) -> str:
+    """Read a file that holds one bearer token, perhaps with a newline after it. group_may_read: see
+    read_secret_key.
+
+    Raises:
+        KeyFileError: as read_secret_key, or it is not one word of MIN_TOKEN_CHARS to
+            MAX_TOKEN_CHARS printable ASCII characters.
+    """
+    allowed = 0o440 if group_may_read else 0o400
+    data = _read(path, field, forbidden=0o777 & ~allowed & ~0o200, private=True)
+    token = data.rstrip(b"\r\n")
+    is_long_enough = MIN_TOKEN_CHARS <= len(token) <= MAX_TOKEN_CHARS
+    if not is_long_enough or not all(0x21 <= byte <= 0x7E for byte in token):
+        problem = (
+            f"the file does not hold one word of {MIN_TOKEN_CHARS} to {MAX_TOKEN_CHARS} characters"
+        )
+        fix = f"make one: (umask 077; openssl rand -hex 32 > {_shown(path)})"
+        raise KeyFileError(field, _shown(path), problem, fix)
+    return token.decode("ascii")
 
 
 def encode_key_file(content: SecretKey | PublicKey) -> bytes:

@@ -9,6 +9,7 @@ import typer
 from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.version import version_line
 from worker_client.cli.command_errors import exit_with
+from worker_client.cli.config import config
 from worker_client.cli.control import drain, shutdown, status
 from worker_client.cli.embed import embed
 from worker_client.cli.lora import lora
@@ -40,6 +41,7 @@ for command, summary in (
     (shutdown, "End daemons; a running step is finished first."),
 ):
     app.command(short_help=summary)(command)
+app.add_typer(config, name="config", short_help="Show settings and their origins.")
 app.add_typer(lora, name="lora", short_help="Add, remove, list or pin LoRA adapters.")
 
 

@@ -139,6 +139,11 @@ class Driver:
         return self._times.requests
 
     @property
+    def num_in_flight(self) -> int:
+        """Number of steps without a result. Any thread may read it."""
+        return len(self._steps.in_flight)
+
+    @property
     def busy(self) -> bool:
         """True while a step is in flight, an error has not been raised, or a request is
         unfinished."""

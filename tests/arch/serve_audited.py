@@ -18,7 +18,7 @@ WATCHED = {"pickle.find_class", "marshal.load", "marshal.loads", "exec", "compil
 
 def main(root, model):
     torch.set_num_threads(1)
-    worker = Worker("cpu", [Path(root)], lambda phase, seconds: None)
+    worker = Worker("cpu", [Path(root)], lambda phase, seconds, done=0.0: None)
     ids = {"epoch": 1, "link": 1, "seq": 1}
     cache, scheduler = config.CacheConfig(), config.SchedulerConfig(max_num_seqs=4)
     rendezvous = config.Rendezvous(link=1, place=None, rank=0, local_world_size=1)

@@ -26,6 +26,10 @@ LATE_IMPORTS = {
     ("worker_daemon.server.assembly", "worker_daemon.device.init"): TORCH,
     ("worker_daemon.server.assembly", "worker_daemon.distributed.rendezvous"): TORCH,
     ("worker_daemon.server.assembly", "worker_daemon.worker.worker"): TORCH,
+    (
+        "worker_daemon.server.daemon",
+        "worker_daemon.server.metrics.rendered",
+    ): "prometheus-client, for daemons with --metrics-listen alone",
     ("worker_daemon.backend", "worker_daemon.kernels.paged_attention"): TRITON,
     ("worker_daemon.backend", "worker_daemon.kernels.gathered_prefill"): TRITON,
     ("worker_daemon.backend", "worker_daemon.kernels.launch"): TRITON,

@@ -55,6 +55,12 @@ def test_a_rendezvous_needs_the_standard_library_only():
     assert loaded_by(import_all("rendezvous"), *suspects) == ["rendezvous.store"]
 
 
+def test_only_exporters_of_metrics_bring_their_library():
+    daemon = "import worker_daemon.cli, worker_daemon.server.assembly"
+    assert loaded_by(daemon, "prometheus_client", "torch") == []
+    assert loaded_by("import worker_host.exposition", "prometheus_client") == ["prometheus_client"]
+
+
 def test_client_brings_neither_torch_nor_the_daemon():
     suspects = ("torch", "triton", "safetensors", "uvloop", "worker_daemon", "zmq")
     apart = ("worker_client.trainer.", "worker_client.vllm.hooks.")

@@ -7,7 +7,7 @@ import queue
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import zmq
 
@@ -17,13 +17,16 @@ from rpc_schema.lifecycle import Attached
 from worker_daemon.server.dispatch import PendingReply
 from worker_daemon.server.progress import NO_RESULT, Progress
 from worker_daemon.server.server_thread import ServerThread
-from worker_daemon.server.wire.reply_channel import ReplyChannel
+from worker_daemon.server.wire.reply_channel import ReplyChannel, ReplyDelays
 
 ATTACH_RETRY_S: Final = 0.005
 
 logger = logging.getLogger(__name__)
 
 OnFailure = Callable[[ErrorReply, int], None]
+_StepStart: TypeAlias = tuple[float, int, bool]
+"""A step's start (time.monotonic), the end of the step thread's work for it (time.monotonic_ns),
+and True if its result was on the host by then."""
 
 
 class _Outcome(NamedTuple):
@@ -49,11 +52,15 @@ class Completion:
     """
 
     def __init__(
-        self, results: "zmq.Socket[bytes]", progress: Progress, on_failure: OnFailure
+        self,
+        results: "zmq.Socket[bytes]",
+        progress: Progress,
+        on_failure: OnFailure,
+        delays: ReplyDelays | None = None,
     ) -> None:
         """on_failure(reply, link) is called for a step whose result failed after the step itself
-        had succeeded, on the thread that took the result."""
-        self.channel = ReplyChannel(results)
+        had succeeded, on the thread that took the result. delays: see ReplyChannel."""
+        self.channel = ReplyChannel(results, delays)
         """Any thread may read its `delays` and `counts`."""
         self._progress = progress
         self._on_failure = on_failure
@@ -78,13 +85,12 @@ class Completion:
     def pending(self, seq: int, pending: PendingReply, link: int) -> None:
         """Wait for a result of the running step, which is on `link`, then send it as `reply`
         does."""
-        known_ns = time.monotonic_ns() if pending.is_ready else None
-        began_s = self._progress.stamp.since
-        if known_ns is not None and self._is_idle:
-            self._finish(seq, pending, link, known_ns, began_s)
+        launched_ns = time.monotonic_ns()
+        times = (self._progress.stamp.since, launched_ns, pending.is_ready)
+        if times[2] and self._is_idle:
+            self._finish(seq, pending, link, times)
         else:
-            wait = partial(self._wait, seq, pending, link, known_ns, began_s)
-            self._enqueue(seq, wait)
+            self._enqueue(seq, partial(self._wait, seq, pending, link, times))
 
     def nothing(self, seq: int) -> None:
         """Record that this rank owes no reply to `seq`, the running step."""
@@ -111,6 +117,11 @@ class Completion:
             on_greeting()
 
         self._enqueue(0, attach)
+
+    @property
+    def num_waiting(self) -> int:
+        """Outcomes that wait for their turn or for their result. Any thread may read it."""
+        return self._num_queued - self._num_finished
 
     @property
     def _is_idle(self) -> bool:
@@ -145,33 +156,26 @@ class Completion:
                 self.channel.greet()
         return self._queue.get()
 
-    def _wait(
-        self, seq: int, pending: PendingReply, link: int, known_ns: int | None, began_s: float
-    ) -> None:
+    def _wait(self, seq: int, pending: PendingReply, link: int, times: _StepStart) -> None:
         """Finish a result under its deadline."""
         self._progress.await_result(seq)
         try:
-            self._finish(seq, pending, link, known_ns, began_s)
+            self._finish(seq, pending, link, times)
         finally:
             self._progress.result = NO_RESULT
 
-    def _finish(
-        self, seq: int, pending: PendingReply, link: int, known_ns: int | None, began_s: float
-    ) -> None:
-        """Take a pending result, record the duration of its step, and send the result or its
-        failure. Called by the step thread too, while that thread is idle.
-
-        link: the link of the step; known_ns: time since which the result is known to be on the
-        host, None if not known yet; began_s: the start of the step.
-        """
+    def _finish(self, seq: int, pending: PendingReply, link: int, times: _StepStart) -> None:
+        """Take a pending result of a step on `link`, record the durations of the step, and send the
+        result or its failure. Called by the step thread too, while that thread is idle."""
+        began_s, launched_ns, was_ready = times
         try:
             reply, arrays = pending.result()
         except Exception as error:  # the dispatch boundary, where a result ends a step
             self._on_failure(self.channel.fail(seq, error), link)
             return
         now_ns = time.monotonic_ns()
-        self._progress.step_times.add(began_s, now_ns / 1e9)
-        self.channel.reply(reply, arrays, now_ns if known_ns is None else known_ns)
+        self._progress.step_times.add(began_s, now_ns / 1e9, launched_ns / 1e9)
+        self.channel.reply(reply, arrays, launched_ns if was_ready else now_ns)
 
     def _finish_without_reply(self, seq: int, began_s: float) -> None:
         """Record the duration of a step, and that this rank owes no reply to it."""

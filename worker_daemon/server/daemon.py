@@ -30,6 +30,9 @@ from worker_daemon.server.health.device_watch import DeviceWatch, OpenFaultWatch
 from worker_daemon.server.health.guard import Guard
 from worker_daemon.server.health.systemd import ServiceManager
 from worker_daemon.server.health.tracing import Tracing
+from worker_daemon.server.metrics.counted_times import CountedTimes
+from worker_daemon.server.metrics.http_server import MetricsServer, MetricsText
+from worker_daemon.server.metrics.startup import StartPhase, StartupTimes
 from worker_daemon.server.process_exit import DEVICE_CODES, ProcessExit
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.runtime_files import FindGpu, RuntimeFiles, raise_file_limit
@@ -172,11 +175,13 @@ class Daemon:
         self._security = open_security(self._context, settings)
         sockets = bind_sockets(self._context, files.endpoint, self._security)
         files.sockets.are_bound()
-        self._progress = Progress(settings.device)
+        counted = CountedTimes() if files.metrics is not None else None
+        self._progress = Progress(settings.device, None if counted is None else counted.steps)
         self._service_manager = ServiceManager(settings.notify_socket)
         guard = Guard(self._progress, self._link_aborted, files.hang_reports, self)
         uploads = Uploads(settings.upload_memory_bytes)
-        completion = Completion(sockets.results, self._progress, self._result_failed)
+        delays = None if counted is None else counted.delays
+        completion = Completion(sockets.results, self._progress, self._result_failed, delays)
         step = StepThread(
             step=sockets.step,
             completion=completion,
@@ -208,6 +213,13 @@ class Daemon:
             expert_loads=ExpertLoadReader(post, progress),
         )
         self._events = Events(sockets.events, report)
+        self._startup = StartupTimes()
+        self._metrics: MetricsServer | None = None
+        if files.metrics is not None and counted is not None:
+            metrics = _metrics_text(report, counted, self._startup)
+            self._metrics = MetricsServer(
+                files.metrics, report, metrics, lambda: self._ready.done()
+            )
         self._contact = HolderContact(lease, completion.channel.reaches, self._holder_left)
         self._attaching = AttachHandler(
             self._files.epochs,
@@ -255,6 +267,9 @@ class Daemon:
         if parent_fd is not None:
             self._loop.add_reader(parent_fd, self._parent_wrote, parent_fd)
         self._security.report_ends(self._loop, self._contact.connection_ended)
+        self._startup.reached(StartPhase.BOUND)
+        if self._metrics is not None:
+            self._spawn(self._metrics.serve())
         self._threads.start()
 
     async def _loop_until_end(self) -> int:
@@ -305,6 +320,8 @@ class Daemon:
             task.cancel()
         deadline = time.monotonic() + STOP_LIMIT_S
         joined = self._threads.stop(deadline)
+        if self._metrics is not None:
+            self._metrics.close()
         self._control.close()
         self._events.close()
         joined &= self._security.stop(_left(deadline))
@@ -367,6 +384,7 @@ class Daemon:
 
     def worker_ready(self, worker: WorkerLike) -> None:
         """See StepEvents."""
+        self._startup.reached(StartPhase.WORKER)
         self._threads.guard.watch(worker)
         self._to_loop(lambda: self._ready.set_result(0))
 
@@ -436,6 +454,15 @@ class Daemon:
     def _to_loop(self, callback: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(callback)
+
+
+def _metrics_text(
+    report: StatusReport, counted: CountedTimes, startup: StartupTimes
+) -> MetricsText:
+    # Imported late: prometheus-client, which only a daemon with --metrics-listen needs.
+    from worker_daemon.server.metrics.rendered import rendered_metrics
+
+    return rendered_metrics(report, counted, startup.seconds)
 
 
 async def _within(event: asyncio.Event, limit_s: float) -> bool:

@@ -1,5 +1,5 @@
-"""The daemon's runtime files: directory, locks of the endpoint and of the GPU, socket files, epoch
-file and hang reports; and the limit of open files. Main thread only.
+"""The daemon's runtime files: directory, locks of the endpoint and of the GPU, socket files, also
+that of metrics, epoch file and hang reports; and the limit of open files. Main thread only.
 
 A lock file without a lock belongs to a dead daemon: the kernel unlocks it when its process ends.
 Shared memory is never left behind: it has no names, and is freed with its last user.
@@ -21,6 +21,7 @@ from worker_daemon.errors import config_error
 from worker_daemon.server.gpu_lock import GpuLock, lock_directory
 from worker_daemon.server.health.hang_reports import HangReports
 from worker_daemon.server.lock_file import is_at, read_pid
+from worker_daemon.server.metrics.listener import MetricsListener, open_listener
 from worker_daemon.server.session.epochs import EpochFile
 from worker_daemon.server.wire.endpoints import (
     CLOSED_TO_OTHERS,
@@ -60,12 +61,17 @@ class RuntimeFiles:
             logger.info("removed the files of a killed daemon: %s", dead)
         self._lock = EndpointLock(self.endpoint)
         self._gpu_lock: GpuLock | None = None
+        self.metrics: MetricsListener | None = None
+        """The socket of metrics and health, if one is wanted."""
         try:
             self.sockets = SocketFiles(self.endpoint)
             self._gpu_lock = _lock_gpu(settings, find_gpu)
             self.epochs = EpochFile(self._state_dir, self.endpoint, reset=settings.reset_epoch)
+            self.metrics = open_listener(settings)
             self.hang_reports = HangReports(self.epochs.path.with_suffix(".stacks"))
         except (ConfigError, CapacityError):
+            if self.metrics is not None:
+                self.metrics.release()
             if self._gpu_lock is not None:
                 self._gpu_lock.release()
             self._lock.release()
@@ -95,6 +101,8 @@ class RuntimeFiles:
         endpoint ends with a launcher and is still ours."""
         is_ours = self._lock.is_held()
         self.sockets.remove()
+        if self.metrics is not None:
+            self.metrics.release()
         self.hang_reports.close(keep=not is_ours)
         if self._dies_with_parent and is_ours:
             self.epochs.remove()

@@ -5,6 +5,7 @@ that may touch the device."""
 import logging
 import queue
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,7 +45,7 @@ from worker_daemon.server.progress import Progress
 from worker_daemon.server.sequence import GateResult, StepGate
 from worker_daemon.server.server_thread import ServerThread
 from worker_daemon.server.step_senders import EpochOwner, StepSenders
-from worker_daemon.server.wire.replies import error_reply
+from worker_daemon.server.wire.replies import classify, error_reply
 from worker_daemon.server.wire.unreadable import head_of, is_step, refusal
 from worker_daemon.worker.uploads import Uploads
 from worker_host.exit_codes import ExitCode
@@ -372,7 +373,10 @@ class _StepLoop:
         if isinstance(message, lc.InitDevice | lc.Relink):
             self._gate.begin_link(message)
             self._progress.link = self._gate.link
+        began_s = self._progress.stamp.since
         reply = self._handlers[type(message)](message)
+        name = type(message).__name__
+        self._progress.operation_s[name] = time.monotonic() - began_s
         changed = self._lifecycle.succeeded(message)
         if isinstance(message, lc.InitDevice):
             set_rank(self._worker.rank)
@@ -390,6 +394,8 @@ class _StepLoop:
             if type(message) in STEPS:
                 error = self._worker.step_error(error)
         reply = error_reply(error, epoch=message.epoch, seq=message.seq, rank=self._worker.rank)
+        if type(message) in STEPS:
+            self._progress.num_failed_steps += 1
         torn = isinstance(message, lc.Relink) and reply.code is not ErrorCode.ILLEGAL_STATE
         if torn or reply.code is ErrorCode.COMM:
             self._link_broke(f"{type(message).__name__}: {reply.code}")
@@ -414,6 +420,7 @@ class _StepLoop:
 
     def _refuse(self, message: StepMessage | StepHead, error: ProtocolError) -> None:
         """Answer a request that was not accepted, if its epoch has a driver."""
+        self._progress.refusals[error.code] += 1
         owner = self._senders.owners.get(message.epoch)
         if owner is not None:
             reply = error_reply(error, epoch=message.epoch, seq=message.seq, rank=self._worker.rank)
@@ -451,6 +458,7 @@ class _StepLoop:
 
     def _refuse_unread(self, sender: bytes, error: Exception) -> None:
         """Answer a request that was not decoded, if the attached driver sent it."""
+        self._progress.refusals[classify(error)[0]] += 1
         owner = self._senders.owners.get(self._gate.epoch)
         if owner is not None and sender == self._senders.driver:
             reply = error_reply(error, epoch=self._gate.epoch, seq=0, rank=self._worker.rank)

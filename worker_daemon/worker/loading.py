@@ -578,7 +578,9 @@ class _ProgressLine:
         left_s = (progress.bytes_total - progress.bytes_done) / rate
         percent = 100 * progress.bytes_done // progress.bytes_total
         self._set_phase(
-            f"LOADING {percent}%, {rate / 1e9:.1f} GB/s, {left_s:.0f} s left", LONG_OPERATION_S
+            f"LOADING {percent}%, {rate / 1e9:.1f} GB/s, {left_s:.0f} s left",
+            LONG_OPERATION_S,
+            done=progress.bytes_done / progress.bytes_total,
         )
         _LOG.info(
             "loading: %.2f of %.2f GB, %.2f GB/s, %.0f s left",

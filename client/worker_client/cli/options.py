@@ -7,6 +7,7 @@ import inspect
 import tomllib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final, get_args
@@ -64,15 +65,20 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
     known = {parameter.name for parameter in context.command.params}
     unknown = sorted(set(values) - known)
     if unknown:
+        near = get_close_matches(unknown[0].replace("-", "_"), filter(None, known), 1)
+        meant = f"; did you mean {near[0]}?" if near else ""
         raise typer.BadParameter(
-            f"{path} sets {unknown[0]!r}, which is not an option of this command"
+            f"{path} sets {unknown[0]!r}, which is not an option of this command{meant}"
         )
     context.default_map = {**values, **(context.default_map or {})}
     return path
 
 
+ENV_PREFIX: Final = "WORKER_CLIENT_"
+
+
 def _env(name: str) -> str:
-    return f"WORKER_CLIENT_{name}"
+    return ENV_PREFIX + name
 
 
 KeyFile = Annotated[

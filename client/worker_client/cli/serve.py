@@ -23,10 +23,11 @@ from worker_client.service.settings import (
     ServiceSettings,
 )
 from worker_client.worker_group import parse_endpoints
+from worker_host.log_lines import LOG_FORMATS
 
 NOT_SERVED: Final = ("prompt", "input_", "output", "max_tokens", "restart")
 """Options of a run that a server does not have."""
-PACKAGES: Final = ("fastapi", "uvicorn")
+PACKAGES: Final = ("fastapi", "prometheus_client", "uvicorn")
 TOOL_FORMS: Final = ("hermes", "llama3_json", "mistral")
 
 
@@ -143,6 +144,9 @@ def serve(
             "--drain-s", min=0.0, metavar="SECONDS", help="Time for running requests at the end."
         ),
     ] = DRAIN_S,
+    log_format: Annotated[
+        str, typer.Option(envvar="WORKER_CLIENT_LOG_FORMAT", help=", ".join(LOG_FORMATS))
+    ] = LOG_FORMATS[0],
 ) -> None:
     """Serve OpenAI's API until Ctrl-C or SIGTERM, which let running requests end."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
@@ -174,6 +178,7 @@ def serve(
         write_s=write_timeout,
         request_s=request_timeout,
         drain_s=drain_s,
+        log_format=log_format,
     )
     plan = ServedGroup(
         model=run.model,

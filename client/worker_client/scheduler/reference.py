@@ -194,6 +194,11 @@ class Scheduler:
         return bool(self._queues.unfinished or self._overdue)
 
     @property
+    def num_running(self) -> int:
+        """Number of requests that have blocks. Any thread may read it."""
+        return len(self._queues.running)
+
+    @property
     def num_free_blocks(self) -> int:
         """Number of blocks that no request holds."""
         return self._blocks.num_free

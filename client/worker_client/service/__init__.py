@@ -5,8 +5,9 @@ app.py          the application: its endpoints, and what each request passes bef
 admission.py    bounds on what is unfinished; fields.py: bodies, read field by field
 engine.py       the driver, the tokenizer and the models of a server
 options.py      sampling options of a body; response_format.py
-completions.py  /v1/completions; models.py: /v1/models; health.py; tokens.py; admin.py
+completions.py  /v1/completions; models.py: /v1/models; tokens.py; admin.py
 chat.py         /v1/chat/completions (chat_*.py, tool_*.py); embeddings.py, scores.py (pooled.py)
+health.py       probes and /metrics; metrics/: what is counted, and how it is called
 streaming.py    answers, whole or as server-sent events; errors.py: OpenAI's error object
 logprobs.py     log probabilities in the form of completions; token_texts.py
 launch.py       the served group; server.py: the process, its socket, signals and drain

@@ -10,6 +10,8 @@ from worker_client.service.errors import HttpError
 
 OPEN_PATHS: Final = frozenset(("/health", "/livez", "/readyz", "/startupz"))
 """Paths that need no key: they are for supervisors."""
+EARLY_PATHS: Final = frozenset(("/metrics",))
+"""Paths with keys that are served while the model is being loaded."""
 _SCHEME: Final = "bearer "
 _CHALLENGE: Final = {"WWW-Authenticate": "Bearer"}
 

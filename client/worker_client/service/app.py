@@ -7,14 +7,14 @@ from fastapi import APIRouter, FastAPI
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from worker_client.service.access import OPEN_PATHS
+from worker_client.service.access import EARLY_PATHS, OPEN_PATHS
 from worker_client.service.admin import admin_router
 from worker_client.service.chat import chat_router
 from worker_client.service.completions import completions_router
 from worker_client.service.context import ServiceContext
 from worker_client.service.embeddings import embeddings_router
 from worker_client.service.errors import HttpError, answer, answer_errors, unavailable
-from worker_client.service.health import health_router
+from worker_client.service.health import CountedAnswers, health_router
 from worker_client.service.models import models_router
 from worker_client.service.scores import scores_router
 from worker_client.service.tokens import tokens_router
@@ -38,7 +38,7 @@ def make_app(context: ServiceContext) -> ASGIApp:
     for make_router in ROUTERS:
         app.include_router(make_router(context))
     answer_errors(app)
-    return Door(app, context)
+    return CountedAnswers(Door(app, context), context.engine.counts)
 
 
 class Door:
@@ -57,7 +57,7 @@ class Door:
         try:
             if scope["path"] not in OPEN_PATHS:
                 self._context.access.check(HTTPConnection(scope))
-                if not self._context.engine.is_ready:
+                if not self._context.engine.is_ready and scope["path"] not in EARLY_PATHS:
                     raise unavailable(f"the model is being loaded: {self._context.engine.phase}")
         except HttpError as error:
             await answer(error)(scope, receive, send)

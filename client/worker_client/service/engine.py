@@ -8,12 +8,13 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Final, NamedTuple, TypeVar, cast
 
 from worker_client.async_driver import AsyncDriver, RequestProgress
 from worker_client.driver import Driver
 from worker_client.driver_parts.registry import DriverOptions
-from worker_client.errors import ClientConfigError, RequestError, config_error
+from worker_client.errors import ClientConfigError, RequestError, WorkerDied, config_error
 from worker_client.group.loading import LoadedGroup
 from worker_client.group.loras import GroupAdapter
 from worker_client.inputs.chat_template import ChatTemplate, load_chat_template
@@ -28,6 +29,7 @@ from worker_client.scheduler_output import Logprobs
 from worker_client.service.errors import HttpError, unknown_model
 from worker_client.service.fields import BodyFields
 from worker_client.service.launch import OpenedGroup, ServedGroup, open_group
+from worker_client.service.metrics.counts import ServiceCounts
 from worker_client.service.settings import ServiceSettings
 from worker_client.structured.opening import open_grammars
 from worker_client.worker_group import RankProgress
@@ -92,6 +94,12 @@ class Engine:
         self.max_unfinished = plan.config.scheduler.max_num_seqs + settings.max_queue
         """Bound on the samples that run or wait."""
         self.driver = AsyncDriver(self._open_driver, max_requests=self.max_unfinished)
+        self.inner: Driver | None = None
+        """The driver inside, once the group is open: metrics read its numbers. All else belongs to
+        its thread."""
+        self.counts = ServiceCounts()
+        self.startup_s = 0.0
+        """Seconds that it took to become ready."""
         self.created = int(time.time())
         """Unix time of the start, in seconds."""
         self.adapters: Mapping[str, GroupAdapter] = {}
@@ -107,6 +115,7 @@ class Engine:
 
     async def __aenter__(self) -> "Engine":
         """Open the group, and add the adapters of the settings. Raises what open_group raises."""
+        began = time.monotonic()
         await self.driver.__aenter__()
         try:
             for name in self._settings.adapters:
@@ -115,6 +124,7 @@ class Engine:
         except BaseException:
             await self.driver.__aexit__()
             raise
+        self.startup_s = time.monotonic() - began
         self._is_ready = True
         return self
 
@@ -153,9 +163,15 @@ class Engine:
             scheduler = Scheduler(limits, self.tokenizer)
             self._opened = opened
             self.phase = "READY"
-            yield Driver(
-                opened.group, scheduler, recover=opened.recover, options=DriverOptions(grammars)
+            recover = partial(self._recover, opened)
+            self.inner = Driver(
+                opened.group, scheduler, recover=recover, options=DriverOptions(grammars)
             )
+            yield self.inner
+
+    def _recover(self, opened: OpenedGroup, died: WorkerDied) -> None:
+        self.counts.num_recoveries += 1
+        opened.recover(died)
 
     def _note_phase(self, progress: RankProgress) -> None:
         if progress.phase != "IDLE":
@@ -252,9 +268,10 @@ class Engine:
         errors."""
         samples = _Samples(request, self.tokenizer, first)
         stream = self.driver.generate(request)
-        with renamed({"prompt": field}):
+        with self.counts.counting(request) as counted, renamed({"prompt": field}):
             async with contextlib.aclosing(stream):
                 async for progress in stream:
+                    counted.take(progress)
                     output = progress.output
                     if output is not None and output.error:
                         raise output.refusal or _failed(output)

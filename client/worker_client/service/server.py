@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import resource
@@ -22,6 +23,7 @@ from worker_client.service.app import make_app
 from worker_client.service.context import ServiceContext
 from worker_client.service.engine import Engine
 from worker_client.service.launch import ServedGroup
+from worker_client.service.logs import configure_logs
 from worker_client.service.settings import ServiceSettings
 
 BACKLOG: Final = 2048
@@ -34,6 +36,8 @@ MAX_DESCRIPTORS: Final = 1 << 16
 CLOSE_S: Final = 2
 """Seconds in which answers are sent after the engine has ended."""
 MAX_HEADER_BYTES: Final = 32 << 10
+
+_LOG = logging.getLogger(__name__)
 SEND_BUFFER_BYTES: Final = 128 << 10
 """Bound on what the kernel keeps for a connection: without it, megabytes for a slow reader."""
 
@@ -43,10 +47,11 @@ def serve(plan: ServedGroup, settings: ServiceSettings) -> None:
     it comes before the model is loaded, or a second time.
 
     Raises:
-        ClientConfigError: the port is in use, or the model cannot be served.
+        ClientConfigError: the port is in use, the model cannot be served, or logs not be written.
         WorkerDaemonError: the driver has ended.
     """
     _raise_descriptor_limit()
+    configure_logs(settings.log_format)
     sys.setswitchinterval(SWITCH_S)
     with _listening(settings.host, settings.port) as listener:
         engine = Engine(plan, settings)
@@ -58,7 +63,7 @@ def serve(plan: ServedGroup, settings: ServiceSettings) -> None:
                 http=cast("type[asyncio.Protocol]", partial(_Protocol, head_s=settings.read_s)),
                 ws="none",
                 lifespan="off",
-                log_level="warning",
+                log_config=None,  # its records are logged as ours
                 access_log=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=max(KEEP_ALIVE_S, math.ceil(settings.write_s)),
@@ -182,12 +187,12 @@ class _Service:
     async def _serve_engine(self) -> None:
         context, url = self._context, _url(self._listener)
         engine, admission, settings = context.engine, context.admission, context.settings
-        say(f"loading {engine.names[0]}; {url} answers 503 meanwhile")
+        _LOG.info("loading %s; %s answers 503 meanwhile", engine.names[0], url)
         if not settings.api_keys and settings.host not in LOOPBACK:
-            say(f"there is no API key: all who reach {url} may use it")
+            _LOG.info("there is no API key: all who reach %s may use it", url)
         async with engine:
             admission.open(engine.max_unfinished)
-            say(f"serving {engine.names[0]} at {url}")
+            _LOG.info("serving %s at %s", engine.names[0], url)
             ended = asyncio.ensure_future(engine.driver.wait_ended())
             stopped = asyncio.ensure_future(self._stop.wait())
             await asyncio.wait((ended, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -203,7 +208,7 @@ class _Service:
         """Wait until the running requests have ended, or the driver, or their time is over."""
         admission, limit_s = self._context.admission, self._context.settings.drain_s
         if admission.num_taken:
-            say(f"waiting up to {limit_s:g} s for running requests; a second signal ends them")
+            _LOG.info("waiting up to %g s for running requests; a second signal ends them", limit_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while admission.num_taken and not ended.done():
@@ -215,11 +220,6 @@ class _Service:
             sys.stderr.flush()
             os._exit(128 + number)
         self._stop.set()
-
-
-def say(text: str) -> None:
-    """Tell the operator something."""
-    sys.stderr.write(f"serve: {text}\n")
 
 
 def _url(listener: socket.socket) -> str:

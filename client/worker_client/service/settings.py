@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Final
 
+from worker_host.log_lines import LOG_FORMATS
+
 MAX_BODY_BYTES: Final = 4 << 20
 MAX_PROMPTS: Final = 256
 MAX_QUEUE: Final = 1024
@@ -44,3 +46,5 @@ class ServiceSettings:
     """Seconds after which a request ends with an error; None: never."""
     drain_s: float = DRAIN_S
     """Seconds that running requests have after a signal."""
+    log_format: str = LOG_FORMATS[0]
+    """One of LOG_FORMATS."""

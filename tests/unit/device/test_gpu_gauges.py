@@ -7,6 +7,7 @@ import pynvml
 import pytest
 
 from worker_daemon.device.gauges import GaugeReading, open_gauges
+from worker_daemon.device.gpu_faults import Fault, fault_of
 from worker_daemon.device.nvml import CudaDevice
 from worker_daemon.server.health.device_watch import DeviceWatch
 
@@ -74,3 +75,26 @@ def test_gauges_are_read_though_no_fault_can_be_watched_for():
     assert watch.load == GaugeReading(87, 61, 402)
     watch.stop()
     assert watch.thread.join_within(5)
+
+
+class ScriptedWatch:
+    """Reports some faults, and then loses NVML."""
+
+    def __init__(self, *xids: int) -> None:
+        self._xids = list(xids)
+        self.is_on = True
+
+    def wait(self, timeout_ms: int) -> Fault | None:
+        self.is_on = len(self._xids) > 1
+        return fault_of(self._xids.pop(0)) if self._xids else None
+
+    def close(self) -> None:
+        self.is_on = False
+
+
+def test_faults_are_counted_by_xid():
+    faults = []
+    watch = DeviceWatch(lambda: ScriptedWatch(31, 94, 31), faults.append, lambda: None)
+    watch.thread.start()
+    assert watch.thread.join_within(10)
+    assert watch.xids == {31: 2, 94: 1} and len(faults) == 3

@@ -97,6 +97,7 @@ def test_phase_and_result_that_hang_together_are_each_reported_once(reports) -> 
         (7, "ExecuteModel is past its deadline"),
         (7, "RESULT 3 is past its deadline"),
     ]
+    assert (guard.num_hangs, guard.num_aborts) == (2, 2)
 
 
 def test_abort_without_a_link_is_told_to_nobody(reports) -> None:
@@ -107,6 +108,7 @@ def test_abort_without_a_link_is_told_to_nobody(reports) -> None:
     guard.stop()
     assert guard.thread.join_within(5.0)
     assert aborts.told == []
+    assert guard.num_aborts == 0
 
 
 def test_an_abort_that_was_asked_for_an_older_link_leaves_the_new_one_alone(reports) -> None:

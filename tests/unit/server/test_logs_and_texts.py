@@ -17,6 +17,7 @@ from worker_client.cli.control import _block
 from worker_client.cli.top_frame import Sample, Seen, frame
 from worker_daemon import logs
 from worker_host.exit_codes import ExitCode
+from worker_host.log_lines import TextLines
 from worker_host.plain_text import bounded, one_line, printable
 
 HOSTILE = "a\x1b[31m\r\nb\x00\x85\u2028\u202e\ud800\x7f"
@@ -40,7 +41,7 @@ def test_text_is_cut_in_bytes(text: str) -> None:
 def test_peer_cannot_forge_a_line_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()
     handler = logging.StreamHandler(written)
-    handler.setFormatter(logs._formatter("0"))
+    handler.setFormatter(TextLines("%(levelname)s %(message)s"))
     try:
         raise ValueError(f"boom {HOSTILE}")
     except ValueError as error:

@@ -69,7 +69,7 @@ def make_worker(model_root):
     workers = []
 
     def make(device="cpu"):
-        worker = Worker(device, [model_root], lambda phase, seconds: None)
+        worker = Worker(device, [model_root], lambda phase, seconds, done=0.0: None)
         workers.append(worker)
         return worker
 
@@ -80,7 +80,7 @@ def make_worker(model_root):
 
 @pytest.fixture(scope="session")
 def ready_worker(model_root, llama):
-    worker = Worker("cpu", [model_root], lambda phase, seconds: None)
+    worker = Worker("cpu", [model_root], lambda phase, seconds, done=0.0: None)
     driver = WorkerDriver(worker)
     driver.init_device()
     driver.serve("llama")

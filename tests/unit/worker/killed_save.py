@@ -22,7 +22,7 @@ PATTERN = "part-{part}-of-{rank}.safetensors"
 
 
 def load(models: Path, root: Path, model: str, **options: object) -> WorkerDriver:
-    driver = WorkerDriver(Worker("cpu", [models], lambda phase, seconds: None, root))
+    driver = WorkerDriver(Worker("cpu", [models], lambda phase, seconds, done=0.0: None, root))
     driver.init_device()
     driver.load_model(model, **options)
     return driver

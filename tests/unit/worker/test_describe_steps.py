@@ -9,7 +9,9 @@ import torch
 
 from worker_daemon import kernel_compiler
 from worker_daemon.kernels import triton_hash
-from worker_daemon.worker.loading import LoadedModel
+from worker_daemon.models.weights import LoadProgress
+from worker_daemon.server.progress import Progress
+from worker_daemon.worker.loading import LoadedModel, _ProgressLine
 from worker_daemon.worker.rank_device import OpenedDevice
 from worker_daemon.worker.serving import describe_steps
 
@@ -56,3 +58,15 @@ def test_another_triton_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     before = describe()
     monkeypatch.setattr(triton_hash, "triton_key", lambda: "of another version")
     assert describe() != before
+
+
+def test_a_load_says_how_much_of_it_is_done():
+    progress = Progress("cpu")
+    progress.begin("LoadModel", 60.0, False)
+    line = _ProgressLine(progress.set_phase)
+    line(LoadProgress(bytes_done=1, bytes_total=4, seconds=0.1))
+    assert progress.stamp.done == 0, "it reports once a second"
+    line(LoadProgress(bytes_done=3, bytes_total=4, seconds=2.0))
+    assert progress.stamp.phase.startswith("LOADING 75%") and progress.stamp.done == 0.75
+    progress.idle()
+    assert progress.stamp.done == 0

@@ -31,7 +31,7 @@ class Start:
     def __init__(self, model_root, memory, **cache):
         self.memory = memory
         self.during_step = lambda: memory.step(STEP)
-        self.worker = Worker("cpu", [model_root], lambda *_: None, open_memory=self.open)
+        self.worker = Worker("cpu", [model_root], lambda *_, **__: None, open_memory=self.open)
         self.driver = WorkerDriver(self.worker)
         self.driver.cache = config.CacheConfig(block_size=16, **cache)
         self.steps = 0

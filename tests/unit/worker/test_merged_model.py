@@ -30,7 +30,7 @@ def models(tmp_path):
 def driver(models, tmp_path):
     root = tmp_path / "saved"
     root.mkdir(mode=0o700)
-    worker = Worker("cpu", [tmp_path], lambda phase, seconds: None, root)
+    worker = Worker("cpu", [tmp_path], lambda phase, seconds, done=0.0: None, root)
     driver = WorkerDriver(worker)
     driver.init_device()
     driver.serve("0")

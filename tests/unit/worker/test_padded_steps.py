@@ -60,7 +60,7 @@ def test_padding_changes_no_token(ready_worker, names):
 
 
 def test_reset_leaves_nothing_alive_though_a_description_is_kept(model_root, llama):
-    worker = Worker("cpu", [model_root], lambda phase, seconds: None)
+    worker = Worker("cpu", [model_root], lambda phase, seconds, done=0.0: None)
     driver = WorkerDriver(worker)
     driver.init_device()
     driver.serve("llama")

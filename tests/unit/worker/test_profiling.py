@@ -40,7 +40,9 @@ def start(model_root, llama, traces):
     workers = []
 
     def make(directory=traces):
-        worker = Worker("cpu", [model_root], lambda phase, seconds: None, profile_dir=directory)
+        worker = Worker(
+            "cpu", [model_root], lambda phase, seconds, done=0.0: None, profile_dir=directory
+        )
         workers.append(worker)
         driver = WorkerDriver(worker)
         driver.init_device()

@@ -40,7 +40,7 @@ def start(model_root, save_root, llama, qwen):
     workers = []
 
     def make(model=None, root=save_root, **options):
-        worker = Worker("cpu", [model_root], lambda phase, seconds: None, root)
+        worker = Worker("cpu", [model_root], lambda phase, seconds, done=0.0: None, root)
         workers.append(worker)
         driver = WorkerDriver(worker)
         driver.init_device()
@@ -173,7 +173,7 @@ def test_saved_set_can_be_saved_again_when_its_directory_is_gone(start, save_roo
 
 def test_each_file_and_all_hashing_may_take_longer_than_any_step(model_root, save_root, llama):
     phases = []
-    worker = Worker("cpu", [model_root], lambda *phase: phases.append(phase), save_root)
+    worker = Worker("cpu", [model_root], lambda *phase, **_: phases.append(phase), save_root)
     driver = WorkerDriver(worker)
     driver.init_device()
     driver.load_model("llama")

@@ -40,7 +40,7 @@ PARAMS = {
 
 @pytest.fixture(scope="module")
 def several_worker(model_root, llama):
-    worker = Worker("cpu", [model_root], lambda phase, seconds: None)
+    worker = Worker("cpu", [model_root], lambda phase, seconds, done=0.0: None)
     driver = WorkerDriver(worker, scheduler=SEVERAL)
     driver.init_device()
     driver.serve("llama")

@@ -42,7 +42,7 @@ def start(model_root, save_root, llama, qwen):
     workers = []
 
     def make(model=None, **options):
-        worker = Worker("cpu", [model_root], lambda phase, seconds: None, save_root)
+        worker = Worker("cpu", [model_root], lambda phase, seconds, done=0.0: None, save_root)
         workers.append(worker)
         driver = WorkerDriver(worker)
         driver.init_device()

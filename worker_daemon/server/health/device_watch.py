@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
@@ -30,6 +31,8 @@ class DeviceWatch:
         on_fault(fault) is called there for each fault."""
         self.load: GaugeReading | None = None
         """The last gauge reading; any thread may read it."""
+        self.xids: Counter[int] = Counter()
+        """Faults by XID since the start (0: without one); any thread may copy it."""
         self._open_watch = open_watch
         self._open_gauges = open_gauges
         self._gauged_at = 0.0
@@ -50,6 +53,7 @@ class DeviceWatch:
                 self._stopped.wait(WAIT_MS / 1000)
                 continue
             if (fault := watch.wait(WAIT_MS)) is not None:
+                self.xids[fault.xid] += 1
                 self._on_fault(fault)
             if not watch.is_on:
                 watch.close()

@@ -126,6 +126,10 @@ class Guard:
         self._pace = Pace(progress.step_times)
         self.hangs = HangHistory()
         self.device = DeviceCheck()
+        self.num_hangs = 0
+        """Phases past their deadline; any thread may read it."""
+        self.num_aborts = 0
+        """Links that were aborted; any thread may read it."""
         self.last_hang = ""
         """The last phase past its deadline, and its stack file; any thread may read it."""
         self._requests: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
@@ -184,6 +188,7 @@ class Guard:
         link = self._progress.link
         try:
             if self._worker.abort_link():
+                self.num_aborts += 1
                 self._on_abort(link, cause)
         except Exception:
             logger.exception("the link cannot be aborted")
@@ -214,6 +219,7 @@ class Guard:
             )
 
     def _report_hang(self, stamp: Stamp, now: float, what: str) -> None:
+        self.num_hangs += 1
         heading = f"{what} for {stamp.age_ms(now)} ms: hung"
         stacks = self._reports.report(heading, self._worker.dump_link if self._worker else bytes)
         logger.error("%s; stacks: %s", heading, stacks)

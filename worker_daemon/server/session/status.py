@@ -53,10 +53,13 @@ class StatusReport:
         await self.expert_loads.refresh()
         return lc.GetStatusReply(call=message.call, status=self.status())
 
+    def problem(self) -> str:
+        """Return why the daemon cannot work; empty if it can."""
+        return self.progress.snapshot.failure or self.progress.overdue()
+
     def check_health(self, message: CheckHealth) -> ControlReplyMessage:
         """Report whether the daemon can work, and its last hang."""
-        stamp = self.progress.stamp
-        failure = self.progress.snapshot.failure or self.progress.overdue()
+        stamp, failure = self.progress.stamp, self.problem()
         return CheckHealthReply(
             call=message.call,
             healthy=not failure,

@@ -9,7 +9,7 @@ import errno
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Final, TypeAlias
@@ -19,11 +19,13 @@ import zmq
 from rpc_schema.base import StepReply
 from rpc_schema.codec import Frame, encode_step, mark_replayed
 from rpc_schema.error_replies import ErrorReply
-from rpc_schema.errors import StaleError
+from rpc_schema.errors import ErrorCode, StaleError
 from rpc_schema.lifecycle import Attached, ReplyDelay
 from rpc_schema.step import ModelRunnerOutput
+from worker_daemon.server.progress import PHASE_BOUNDS_S
 from worker_daemon.server.sequence import REPLAYABLE
 from worker_daemon.server.wire.replies import error_reply
+from worker_host.metrics import HistogramCounts
 
 MAX_RING_BYTES: Final = 64 << 20
 MAX_DELAYS: Final = 1024
@@ -72,16 +74,25 @@ class ReplyRing:
 class ReplyCounts:
     """Counts since the daemon's start. Written by one thread at a time, read by any."""
 
-    __slots__ = ("num_tokens",)
+    __slots__ = ("errors", "num_failed_results", "num_replays", "num_tokens")
 
     def __init__(self) -> None:
         self.num_tokens = 0
         """Tokens sampled."""
+        self.num_replays = 0
+        """Replies that were sent again."""
+        self.num_failed_results = 0
+        """Steps that failed after the step thread's work for them."""
+        self.errors: Counter[ErrorCode] = Counter()
+        """Failures of accepted requests."""
 
     def add(self, reply: StepReply) -> None:
         """Count a reply that is sent for the first time."""
-        if type(reply) is ModelRunnerOutput and reply.sampled_token_ids:
-            self.num_tokens += len(reply.sampled_token_ids) // 4
+        if type(reply) is ModelRunnerOutput:
+            if reply.sampled_token_ids:
+                self.num_tokens += len(reply.sampled_token_ids) // 4
+        elif type(reply) is ErrorReply:
+            self.errors[reply.code] += 1
 
 
 class ReplyDelays:
@@ -113,16 +124,33 @@ class ReplyDelays:
         )
 
 
+class CountedReplyDelays(ReplyDelays):
+    """The same, and how many took how long since the start, for a daemon with metrics."""
+
+    __slots__ = ("since_start",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.since_start = HistogramCounts(PHASE_BOUNDS_S)
+        """In seconds, of all drivers."""
+
+    def add(self, delay_ns: int) -> None:
+        """Record one delay, in nanoseconds, and count it."""
+        super().add(delay_ns)
+        self.since_start.observe(delay_ns / 1e9)
+
+
 class ReplyChannel:
     """Sends replies and keeps them for replay. Every method may be called from any thread and
     returns without waiting for a peer."""
 
-    def __init__(self, results: "zmq.Socket[bytes]") -> None:
-        """Take over the socket: no other object uses or closes it from now on."""
+    def __init__(self, results: "zmq.Socket[bytes]", delays: ReplyDelays | None = None) -> None:
+        """Take over the socket: no other object uses or closes it from now on. delays: where they
+        are recorded; None: in a ReplyDelays."""
         self._results = results
         # pyzmq's compiled send: its Python wrapper is slow if it last ran 5 ms ago or earlier.
         self._send_part = super(zmq.Socket, results).send
-        self.delays = ReplyDelays()
+        self.delays = ReplyDelays() if delays is None else delays
         """Delays of the attached driver's results, from the host to the socket."""
         self.counts = ReplyCounts()
         self._lock = threading.Lock()
@@ -161,6 +189,7 @@ class ReplyChannel:
         """Send the failure of `seq`, a step of the attached driver, and keep it; return the
         reply."""
         failure = error_reply(error, epoch=self._epoch, seq=seq, rank=self._rank)
+        self.counts.num_failed_results += 1
         self.reply(failure)
         return failure
 
@@ -179,6 +208,7 @@ class ReplyChannel:
                 reply = error_reply(stale, epoch=self._epoch, seq=seq, rank=self._rank)
                 self._send(self._route, encode_step(reply))
             elif frames:
+                self.counts.num_replays += 1
                 self._send(self._route, mark_replayed(frames))
 
     def refuse(self, route: bytes, reply: ErrorReply) -> None:

@@ -1,0 +1,1 @@
+"""Metrics and health of a daemon over HTTP (`--metrics-listen`)."""
