@@ -71,13 +71,11 @@ def _exit_codes() -> Iterator[None]:
         raise typer.Exit(ExitCode.BAD_DATA if is_data else ExitCode.CONFIG) from None
 
 
-@contextmanager
-def _logging(level: str, log_format: str) -> Iterator[None]:
+def _start_logs(log_format: str) -> None:
     """Log in a format from the start; errors of the format itself are text."""
-    configure_logs(level, journal_stream())
+    configure_logs("info", journal_stream())
     with _exit_codes():
-        configure_logs(level, journal_stream(), log_format)
-    yield
+        configure_logs("info", journal_stream(), log_format)
 
 
 def _show_version(is_asked: bool) -> None:
@@ -186,7 +184,8 @@ def serve(
     in this order of precedence.
     """
     given = {name.replace("_", "-"): value for name, value in locals().items() if name != "config"}
-    with _logging("info", early_log_format(log_format)), _exit_codes():
+    _start_logs(early_log_format(log_format))
+    with _exit_codes():
         _check_worker_extra()
         from worker_daemon.server.assembly import run_daemon  # it needs the extra
 

@@ -12,12 +12,15 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from rpc_schema.errors import ConfigError
 from worker_client.errors import ClientConfigError
 from worker_client.service.logs import configure_logs as configure_service_logs
 from worker_daemon import logs
+from worker_daemon.cli import app as daemon_app
 from worker_host import log_lines
+from worker_host.exit_codes import ExitCode
 from worker_host.log_lines import JournalHandler, JsonLines, event_of, set_shown_rank
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +147,27 @@ def test_missing_journal_is_one_error_with_the_fix(configure, error, tmp_path, m
     monkeypatch.setattr(JournalHandler.__init__, "__defaults__", (tmp_path / "none",))
     with pytest.raises(error, match=r"journal cannot be reached.*use text or json"):
         configure()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "field"),
+    [
+        (("--log-format", "journald"), ExitCode.CONFIG, "log-format"),
+        (("--log-format", "xml", "--endpoint", "ipc:///x/y"), ExitCode.CONFIG, "log-format"),
+        (("--log-format", "json"), ExitCode.CONFIG, "endpoint"),
+    ],
+)
+def test_daemon_refuses_a_wrong_setting_in_one_line_of_its_format(
+    words, code, field, tmp_path, monkeypatch, root_logger
+):
+    monkeypatch.setattr(JournalHandler.__init__, "__defaults__", (tmp_path / "none",))
+    done = CliRunner().invoke(daemon_app, ["serve", "--device", "cpu", *words])
+    assert done.exit_code == code
+    (line,) = done.stderr.splitlines()
+    assert f"field {field}" in line and "fix:" in line
+    if "json" in words:
+        found = json.loads(line)
+        assert (found["level"], found["event"]) == ("error", "refused")
 
 
 def test_unknown_format_of_a_server_is_refused(root_logger):
