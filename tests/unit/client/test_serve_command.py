@@ -1,7 +1,9 @@
 """`worker-client serve` before anything starts: what it refuses, and where it places daemons."""
 
+import contextlib
 import socket
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from typer.testing import CliRunner
@@ -9,8 +11,9 @@ from typer.testing import CliRunner
 from benchmarks.demo_model import make_demo_model
 from worker_client.__main__ import app
 from worker_client.cli import serve as command
-from worker_client.errors import ClientConfigError
+from worker_client.errors import ClientConfigError, LaunchError, WorkerDied
 from worker_client.service import server
+from worker_client.service.engine import Engine
 from worker_client.service.key_files import read_keys_of
 
 
@@ -142,3 +145,42 @@ def test_without_its_packages_it_says_what_to_install(model, served, monkeypatch
     monkeypatch.setattr(command, "PACKAGES", ("a_package_that_nobody_has",))
     error = run("--model", model, "--device", "cpu").exception
     assert isinstance(error, ClientConfigError) and "worker-daemon[service]" in error.fix
+
+
+class EndedDriver:
+    """A driver that ends with its first step."""
+
+    scheduler = None
+    busy = True
+
+    class group:
+        class loras:
+            known: ClassVar = {}
+
+    def step(self):
+        raise WorkerDied(0, "ipc:///a/b")
+
+    def run(self):
+        return iter(())
+
+
+@pytest.mark.parametrize(("opens", "error"), [(False, LaunchError), (True, WorkerDied)])
+def test_a_start_that_fails_and_a_driver_that_ends_are_the_commands_error(
+    model, monkeypatch, opens, error
+):
+    """A supervisor starts it again; meanwhile nothing listens at its port."""
+
+    @contextlib.contextmanager
+    def open_driver(self):
+        if not opens:
+            raise LaunchError("it did not start", exit_code=1, log_tail="")
+        yield EndedDriver()
+
+    monkeypatch.setattr(Engine, "_open_driver", open_driver)
+    monkeypatch.setattr(server.sys, "setswitchinterval", lambda _: None)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    done = run("--model", model, "--device", "cpu", "--port", port)
+    assert isinstance(done.exception, error), done
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
