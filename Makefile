@@ -15,7 +15,7 @@ SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
 # Dozens of daemons and commands are started: each would compile its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-vllm run test test-all faults stalls soak check fmt type bench fuzz schemas matrix test-vllm test-vllm-upstream test-clients test-gpu test-gpu-kernels test-gpu-daemons test-multi-gpu golden clean
+.PHONY: help setup setup-vllm run test test-all faults stalls soak soak-service check fmt type bench fuzz schemas matrix test-vllm test-vllm-upstream test-clients test-gpu test-gpu-kernels test-gpu-daemons test-multi-gpu golden clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -51,6 +51,9 @@ stalls: $(STAMP) ## tests of several processes, of which one after the other is 
 
 soak: $(STAMP)   ## half an hour of load with a fault every 10 s: make soak ARGS="--minutes 5 --seed 7 --tp"
 	$(BIN)/python -m tests.support.soak $(ARGS)
+
+soak-service: $(STAMP)  ## 20 minutes of clients that leave, wrong bodies and killed daemons: make soak-service ARGS="--minutes 5 --seed 7"
+	$(BIN)/python -m tests.support.service_soak $(ARGS)
 
 check: $(STAMP)  ## lint, types, dependency directions, spelling
 	$(BIN)/ruff format --check .
