@@ -31,6 +31,7 @@ NEED_MORE = (
     "structured.text_tokens",
     "chat_template",
     "template_process",
+    "worker_host.exposition",
 )
 for package in (rendezvous, rpc_schema, worker_client, worker_host):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
