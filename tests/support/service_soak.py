@@ -72,7 +72,7 @@ def wrong_body(source: random.Random) -> bytes:
             b'{"prompt": 5}',
             b'{"prompt": "x", "max_tokens": -1}',
             b'{"prompt": "x", "temperature": "hot"}',
-            b'{"prompt": "x", "tempurature": 1}',
+            b'{"prompt": "x", "temperatures": 1}',
             b'{"prompt": "x", "\\ud800": 1}',
             b'{"prompt": [[1, 99999999]]}',
             b'{"prompt": "x", "response_format": {"type": "json_schema"}}',
