@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,8 +146,28 @@ class LocalDaemons:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     daemon.process.wait(KILL_LIMIT_S)
             if daemon.process.poll() is not None:
-                os.close(daemon.pipe)
                 self._daemons[index] = self._start(index, self._devices[index])
+                os.close(daemon.pipe)
+
+    @contextlib.contextmanager
+    def kept_alive(self) -> Iterator[None]:
+        """Restart the daemons that have died, as restart_dead does, and on a thread those that die
+        in the block. What starting one raises is raised at the end of the block, in place of the
+        block's own error."""
+        self.restart_dead()
+        is_over = threading.Event()
+
+        def supervise() -> None:
+            while not is_over.wait(EXIT_WAIT_S):
+                self.restart_dead()
+
+        with ThreadPoolExecutor(1, "restarts") as pool:
+            supervising = pool.submit(supervise)
+            try:
+                yield
+            finally:
+                is_over.set()
+                supervising.result()
 
     def log_tail(self, rank: int) -> str:
         """Return the end of a daemon's log."""

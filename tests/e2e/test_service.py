@@ -44,6 +44,7 @@ LONG = 900
 """Tokens of requests that are left before their end."""
 LIMIT_S = PATIENCE_S
 PATH = "/v1/completions"
+SCHEMA_FIELD = "response_format.json_schema.schema"
 
 
 def completion(prompt, **fields):
@@ -396,8 +397,8 @@ BAD = [
     (completion("a", stream=1), "stream"),
     (completion("a", response_format={"type": "xml"}), "response_format.type"),
     (completion("a", response_format={"type": "json_schema"}), "response_format.json_schema"),
-    (completion("a", response_format=schema({"type": "x"})), "response_format.json"),
-    (completion("a", response_format=schema({"a": "x" * 70_000})), "response_format.json"),
+    (completion("a", response_format=schema({"type": "x"})), SCHEMA_FIELD),
+    (completion("a", response_format=schema({"a": "x" * 70_000})), SCHEMA_FIELD),
     (completion("a", structured_outputs={"regex": "("}), "structured_outputs.regex"),
     (completion("a", structured_outputs={"regex": "("}, stream=True), "structured_outputs.regex"),
     (completion("a", lora="x"), "lora"),

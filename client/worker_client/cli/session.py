@@ -244,9 +244,8 @@ def _recovery(options: RunOptions, group: WorkerGroup, daemons: LocalDaemons | N
         return give_up
 
     def recover(died: WorkerDied) -> None:
-        if daemons is not None:
-            daemons.restart_dead()
-        group.replace(died.rank, None, within_s)
+        with contextlib.nullcontext() if daemons is None else daemons.kept_alive():
+            group.replace(died.rank, None, within_s)
 
     return recover
 

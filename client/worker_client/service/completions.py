@@ -18,6 +18,7 @@ from worker_client.service.engine import ChoicePart, Engine, Model, Prompt, rena
 from worker_client.service.fields import BodyFields, read_fields
 from worker_client.service.logprobs import CompletionLogprobs, joined
 from worker_client.service.options import OPTIONS, take_options
+from worker_client.service.response_format import FORMAT_NAMES
 from worker_client.service.streaming import (
     JsonObject,
     StreamOptions,
@@ -55,7 +56,7 @@ def completions_router(context: ServiceContext) -> APIRouter:
         options = take_options(fields)
         fields.check_empty((*OPTIONS, *_OWN))
         asked.check_best_of(options)
-        names = {"structured_outputs": "response_format"} if asked.has_format else {}
+        names = FORMAT_NAMES if asked.has_format else {}
         with renamed(names):
             requests = await engine.on_thread(lambda: asked.requests(engine, options, model))
         form = _Form(requests, asked, engine, texts, model, streaming)

@@ -79,9 +79,8 @@ def open_group(
         )
 
         def recover(died: WorkerDied) -> None:
-            if daemons is not None:
-                daemons.restart_dead()
-            group.replace(died.rank, within_s=plan.replace_within_s)
+            with contextlib.nullcontext() if daemons is None else daemons.kept_alive():
+                group.replace(died.rank, within_s=plan.replace_within_s)
 
         yield OpenedGroup(group, loaded, recover)
 

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -57,6 +59,49 @@ def test_daemons_become_ready_and_leave_nothing(monkeypatch):
     assert not daemons.directory.exists()
     assert {child.pid for child in psutil.Process().children()} == before
     assert psutil.Process().num_fds() == fds
+
+
+def test_successor_that_dies_before_it_answers_has_one_too(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with LocalDaemons(["cpu"], ROOT, command=command("serve")) as daemons:
+        with daemons.kept_alive():
+            for _ in range(2):
+                before = daemons.pids
+                os.kill(before[0], signal.SIGKILL)
+                wait_until(partial(have_changed, daemons, before), "it has a successor")
+            with WorkerGroup(daemons.endpoints, ParallelConfig()) as group:
+                (status,) = group.attach(wait_s=60.0)
+        assert status.load == "CREATED"
+        (last,) = daemons.pids
+        os.kill(last, signal.SIGKILL)
+        os.waitid(os.P_PID, last, os.WEXITED | os.WNOWAIT)
+        assert daemons.pids == [last], "nobody watches it any more"
+
+
+def have_changed(daemons, before):
+    return daemons.pids != before
+
+
+def test_what_keeps_a_successor_from_starting_is_raised(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    asked = threading.Event()
+
+    def start_none(*_, **__):
+        asked.set()
+        raise OSError("no processes")
+
+    def lose(daemons):
+        with daemons.kept_alive():
+            monkeypatch.setattr(daemons, "_start_process", start_none)
+            os.kill(daemons.pids[0], signal.SIGKILL)
+            assert asked.wait(60.0)
+            raise LaunchError("it does not answer", exit_code=None, log_tail="")
+
+    with LocalDaemons(["cpu"], ROOT, command=command("serve")) as daemons:
+        with pytest.raises(OSError, match="no processes"):
+            lose(daemons)
+        with pytest.raises(LaunchError, match="has exited"):
+            daemons.check_alive()
 
 
 @pytest.mark.parametrize(
