@@ -40,7 +40,8 @@ def model(model_root):
 def service(model, endpoints):
     """Yield the context of a server that is not started, and a client of its application."""
     settings = ServiceSettings(names=("demo",), api_keys=(KEY,))
-    engine = Engine(ServedGroup(model, worker_config(model), endpoints=tuple(endpoints)), settings)
+    plan = ServedGroup(model, worker_config(model), endpoints=tuple(endpoints), reload=True)
+    engine = Engine(plan, settings)
     context = ServiceContext(settings, engine, KeyCheck((KEY,), ()), Admission())
     transport = httpx2.ASGITransport(make_app(context))
     try:

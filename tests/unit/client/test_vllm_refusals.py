@@ -28,7 +28,7 @@ OF_OTHERS = (
 )
 """Beginnings of other programs' options, which texts may name as theirs."""
 LIBRARY = Path(worker_client.__file__).parent
-PROGRAMS = {"cli", "vllm", "__main__.py", "launcher.py", "request_parser.py"}
+PROGRAMS = {"cli", "service", "vllm", "__main__.py", "launcher.py", "request_parser.py"}
 """Parts of the package that are programs, or start some."""
 
 
