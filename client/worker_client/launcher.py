@@ -169,6 +169,16 @@ class LocalDaemons:
                 is_over.set()
                 supervising.result()
 
+    @contextlib.contextmanager
+    def naming_causes(self) -> Iterator[None]:
+        """Add the end of its log, which stop() deletes, to the error of a daemon that died in the
+        block."""
+        try:
+            yield
+        except WorkerDied as error:
+            detail = f"{error.detail}; its log ends with\n{self.log_tail(error.rank)}".rstrip()
+            raise WorkerDied(error.rank, error.endpoint, detail) from error
+
     def log_tail(self, rank: int) -> str:
         """Return the end of a daemon's log."""
         return _tail(self._daemons[rank].log)

@@ -213,7 +213,7 @@ def open_session(
         daemons: LocalDaemons | None = None
         if not endpoints:
             daemons = stack.enter_context(_start_local(options))
-            stack.enter_context(_logs_of_the_dead(daemons))
+            stack.enter_context(daemons.naming_causes())
             endpoints = tuple(daemons.endpoints)
             startup_s |= daemons.seconds
         launched = time.monotonic()
@@ -263,15 +263,6 @@ def _start_local(options: RunOptions) -> LocalDaemons:
     cuda = options.device is Device.CUDA
     devices = [f"cuda:{index}" if cuda else "cpu" for index in range(world_size)]
     return LocalDaemons(devices, options.model.parent, lora_root=options.lora_root)
-
-
-@contextlib.contextmanager
-def _logs_of_the_dead(daemons: LocalDaemons) -> Iterator[None]:
-    try:
-        yield
-    except WorkerDied as error:
-        detail = f"{error.detail}; its log ends with\n{daemons.log_tail(error.rank)}".rstrip()
-        raise WorkerDied(error.rank, error.endpoint, detail) from error
 
 
 def read_inputs(

@@ -66,7 +66,7 @@ def open_group(
             daemons = stack.enter_context(
                 LocalDaemons(plan.devices, plan.model.parent, lora_root=plan.lora_root)
             )
-            stack.enter_context(_logs_of_the_dead(daemons))
+            stack.enter_context(daemons.naming_causes())
             endpoints = tuple(daemons.endpoints)
         group = stack.enter_context(WorkerGroup(endpoints, plan.config.parallel, plan.keys))
         group.attach(force=plan.force, wait_s=plan.wait_s)
@@ -83,13 +83,3 @@ def open_group(
                 group.replace(died.rank, within_s=plan.replace_within_s)
 
         yield OpenedGroup(group, loaded, recover)
-
-
-@contextlib.contextmanager
-def _logs_of_the_dead(daemons: LocalDaemons) -> Iterator[None]:
-    """Add the end of its log, which is deleted, to the error of a daemon that died."""
-    try:
-        yield
-    except WorkerDied as error:
-        detail = f"{error.detail}; its log ends with\n{daemons.log_tail(error.rank)}".rstrip()
-        raise WorkerDied(error.rank, error.endpoint, detail) from error

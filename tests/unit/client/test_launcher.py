@@ -15,7 +15,7 @@ import pytest
 
 from rpc_schema.config import ParallelConfig
 from tests.support.waiting import wait_until
-from worker_client.errors import LaunchError
+from worker_client.errors import LaunchError, WorkerDied
 from worker_client.launcher import LocalDaemons
 from worker_client.worker_group import WorkerGroup
 
@@ -102,6 +102,10 @@ def test_what_keeps_a_successor_from_starting_is_raised(monkeypatch):
             lose(daemons)
         with pytest.raises(LaunchError, match="has exited"):
             daemons.check_alive()
+        (daemons.directory / "w0.log").write_text("line\nno memory is left\n")
+        pattern = r"(?s)gone.*log ends with.*no memory is left"
+        with pytest.raises(WorkerDied, match=pattern), daemons.naming_causes():
+            raise WorkerDied(0, daemons.endpoints[0], "gone")
 
 
 @pytest.mark.parametrize(
