@@ -25,6 +25,11 @@ hang and end daemons."""
 MAX_SAMPLES_PER_SEQ = 255
 """Bound on max_samples_per_seq, set by the column of counts in replies."""
 
+MAX_DRAFTS = 31
+"""Bound on num_speculative_tokens."""
+
+DraftMethod = Literal["none", "driver", "ngram", "suffix", "draft_model"]
+
 _MOST_DIGITS = 9
 
 
@@ -118,6 +123,27 @@ class SchedulerConfig(Value, frozen=True, kw_only=True):
     logits have room for as many of each request."""
 
 
+class SpeculativeConfig(Value, frozen=True, kw_only=True):
+    """Speculative decoding: drafts of next tokens, which a step verifies (ExecuteModel.num_drafts)."""
+
+    method: DraftMethod = "none"
+    """What makes drafts. none: steps have no drafts. driver: steps bring them. ngram: the last
+    stage's device looks up the request's last tokens in its earlier ones. suffix: also in the
+    tokens of earlier requests. draft_model: a smaller model. Steps may bring drafts with each of
+    these methods."""
+    num_speculative_tokens: Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] = 0
+    """Most drafts of a request in one step; at least 1 unless method is none."""
+    prompt_lookup_max: Annotated[int, Meta(ge=1, le=32)] = 4
+    """ngram: the longest run of last tokens that is looked up. suffix: beyond it, a longer match
+    counts no more."""
+    prompt_lookup_min: Annotated[int, Meta(ge=1, le=32)] = 2
+    """ngram and suffix: the shortest match that gives drafts."""
+    max_kept_tokens: Annotated[int, Meta(ge=1024, le=1 << 24)] = 1 << 18
+    """suffix: the tokens of earlier requests that are kept, the newest ones."""
+    model: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+    """draft_model: its directory, as ModelConfig.model."""
+
+
 class CacheConfig(Value, frozen=True, kw_only=True):
     """Layout of the KV cache, and bounds on its memory."""
 
@@ -164,6 +190,7 @@ class WorkerConfig(Value, frozen=True, kw_only=True):
     cache: CacheConfig = CacheConfig()
     graph: GraphConfig = GraphConfig()
     lora: LoraConfig = LoraConfig()
+    speculative: SpeculativeConfig = SpeculativeConfig()
 
     def fingerprint(self) -> str:
         """Return a stable hash of the encoded configuration, 32 hex digits."""

@@ -65,9 +65,9 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     0 holds the tokens of scheduled_new_reqs, in their order, if there are any; the frames of
     extensions follow.
 
-    If a feature may refuse tokens that a step has counted, a slot's counts of computed and of known
-    tokens are upper bounds: the device has the true ones, from which a step continues. Replies
-    report refused tokens; corrections lower both counts by them.
+    If drafts, or another feature, may refuse tokens that a step has counted, a slot's counts of
+    computed and of known tokens are upper bounds: the device has the true ones, from which a step
+    continues. Replies report refused tokens; corrections lower both counts by them.
     """
 
     total_num_scheduled_tokens: Count
@@ -101,7 +101,22 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     """For each of new_block_ids, the KV group of its block table; empty: the first."""
     corrections: RawInt32 = b""
     """Pairs (slot, tokens): reduction of a slot's counts for tokens that earlier steps have
-    refused. A slot occurs once, and only if a feature of its request may refuse."""
+    refused. A slot occurs once, and only if it had drafts or a feature of its request may
+    refuse."""
+    num_drafts: RawInt32 = b""
+    """Pairs (slot, drafts), slots ascending: so many of the slot's scheduled tokens, the last ones,
+    are drafts of tokens that it has not sampled (speculative decoding); at most
+    num_speculative_tokens. The scheduled tokens reach as far beyond the last known token. The slot
+    samples after its last known token and after each draft; it gains the samples up to and
+    including the first that differs from the draft at its place. The slot's counts grow as if all
+    drafts were accepted; the refused rest is reported and corrected as above. The step then has no
+    num_samples."""
+    draft_token_ids: RawInt32 = b""
+    """The drafts of num_drafts, in that order; -1 for a draft that the device has made after the
+    slot's last step. Empty: the device has all of them."""
+    settled: Bitmap = b""
+    """Scheduled slots of which all steps with drafts have their outcomes: with the corrections of
+    this message, their counts are exact until their next drafts. Else they stay upper bounds."""
     num_samples: RawInt32 = b""
     """Pairs (slot, samples) for slots that sample in this step, and not one token: one after each
     of their last scheduled tokens, at most max_samples_per_seq. The last sample continues the
@@ -136,7 +151,8 @@ class ModelRunnerOutput(StepReply, frozen=True, tag=1, kw_only=True):
     says otherwise."""
     num_sampled: RawUInt8 = b""
     """Number of tokens of each slot in sampled_token_ids; empty: one each. If fewer than the step's
-    samples of the slot, a feature has refused the newest."""
+    samples of the slot, a feature has refused the newest; of a slot with drafts, the number that it
+    has gained, at least one unless a feature refuses it."""
     weights_version: Unsigned = 0
     """Number of the version of the weights that the step ran with."""
 
