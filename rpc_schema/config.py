@@ -124,7 +124,7 @@ class SchedulerConfig(Value, frozen=True, kw_only=True):
 
 
 class SpeculativeConfig(Value, frozen=True, kw_only=True):
-    """Speculative decoding: drafts of next tokens, which a step verifies (ExecuteModel.num_drafts)."""
+    """Speculative decoding: drafts of next tokens, which a step verifies."""
 
     method: DraftMethod = "none"
     """What makes drafts. none: steps have no drafts. driver: steps bring them. ngram: the last
