@@ -143,6 +143,11 @@ class SpeculativeConfig(Value, frozen=True, kw_only=True):
     model: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
     """draft_model: its directory, as ModelConfig.model."""
 
+    @property
+    def on_device(self) -> bool:
+        """True if the workers make drafts, False if only steps bring them."""
+        return self.method not in ("none", "driver")
+
 
 class CacheConfig(Value, frozen=True, kw_only=True):
     """Layout of the KV cache, and bounds on its memory."""

@@ -373,6 +373,7 @@ class _PlannedRanks:
             num_blocks=1 << 30,
             groups=tuple(self._groups),
             max_samples_per_seq=scheduler.max_samples_per_seq,
+            max_drafts=self._config.speculative.num_speculative_tokens,
         )
         return estimate_step_bytes(sizes.widths, limits)
 

@@ -63,6 +63,10 @@ class StepPlan(NamedTuple):
     parts: int = 0
     """Bits of the parts that act around the forward pass."""
 
+    def corrected(self) -> "StepPlan":
+        """Return the plan of steps whose counts the device corrects."""
+        return self._replace(shape=self.shape._replace(num_corrected=self.shape.num_seqs))
+
 
 class StepColumns(NamedTuple, Generic[_Column]):
     """int32 columns of one step, on the host or on the device."""
@@ -168,11 +172,14 @@ class StepLadder(ExactShapes):
         length_bounds: Callable[[int], Sequence[int]],
         mixed_plans: Sequence[StepPlan],
         num_groups: int = 1,
+        *,
+        has_drafts: bool = False,
     ) -> None:
         """decode_sizes: numbers of sequences, ascending. length_bounds(size): ascending bounds of
         the context length, the last one the longest possible; launches are the same between two
         bounds. mixed_plans: ascending by tokens (`mixed_plans`). num_groups: KV groups; a sequence
-        may get a block of each in a step."""
+        may get a block of each in a step. has_drafts: steps may have drafts."""
+        self._has_drafts = has_drafts
         self._decodes = [
             [_decode_plan(size, bound, num_groups) for bound in length_bounds(size)]
             for size in decode_sizes
@@ -192,6 +199,8 @@ class StepLadder(ExactShapes):
         more block updates, as when it admits many cached blocks."""
         count, num_updates = step.total_num_tokens, step.block_updates.rows.size
         is_decode = 0 < count == step.slots.size and not step.new_requests
+        if self._has_drafts and step.corrections is not None:
+            is_decode = False  # few such steps have no drafts: they share the graphs of the others
         if is_decode and count <= len(self._decodes_by_count):
             plans = self._decodes_by_count[count - 1]
             if num_updates <= plans[0].shape.num_updates:
@@ -254,7 +263,7 @@ def largest_shape(limits: StepLimits) -> StepShape:
     tokens, groups = limits.max_num_batched_tokens + seqs, limits.num_groups
     entries = groups * seqs * limits.max_blocks_per_seq
     updates = max(min(entries, max(groups * seqs, MAX_BLOCK_UPDATES)), groups * tokens)
-    samples = max(seqs, limits.max_num_seqs * limits.max_samples_per_seq)
+    samples = max(seqs, limits.max_num_seqs * limits.most_samples_per_seq)
     return StepShape(tokens, seqs, samples, updates)
 
 

@@ -272,4 +272,6 @@ def _limits(model: LoadedModel, plan: KVCacheConfig) -> StepLimits:
         keeps_state=model.resolved.decoder.keeps_state,
         checkpoint_blocks=plan.checkpoint_blocks,
         max_samples_per_seq=scheduler.max_samples_per_seq,
+        max_drafts=model.config.speculative.num_speculative_tokens,
+        makes_drafts=model.config.speculative.on_device,
     )
