@@ -106,7 +106,7 @@ def check_verified(device, num_seqs, most, seed):
         columns = torch.from_numpy(token_ids).to(where), torch.from_numpy(inputs).to(where)
         outcome = kernels.verify(*columns, own_firsts, own_rows, following, refused)
         kept = []
-        for seq, (first, end) in enumerate(itertools.pairwise(firsts)):
+        for seq, (first, end) in enumerate(pairwise(firsts)):
             last = first
             while last + 1 < end and token_ids[last] == inputs[last + 1]:
                 last += 1

@@ -1,6 +1,6 @@
 """Assembles a model runner from its parts, by the rank's place in the group."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,8 +65,8 @@ class RunnerParts:
     processors: Mapping[str, MakeLogitsProcessor]
     find_upload: FindUpload
     adapters: Adapters | None = None
-    make_drafter: Callable[[StepLimits], Drafter | None] = lambda _: None
-    """Makes the drafter of the last stage."""
+    drafter: Drafter | None = None
+    """The last stage's."""
 
     @property
     def depth(self) -> int:
@@ -103,8 +103,7 @@ def assemble_runner(
     buffers = parts.open_staging(
         staging_capacity(state), most_samples, parts.depth, delivers=is_sole
     )
-    drafter = parts.make_drafter(limits) if parallel.is_last_stage else None
-    inputs = InputBuilder(state, tables, buffers, ExactShapes(), drafter)
+    inputs = InputBuilder(state, tables, buffers, ExactShapes(), parts.drafter)
     history = _token_history(parts, state)
     waits = None if is_sole else input_waits(parts.device)
     logits = parts.stage.new_logits(most_samples) if parts.stage.samples else None
