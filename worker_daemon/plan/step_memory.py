@@ -127,7 +127,7 @@ def _table_bytes(limits: StepLimits) -> int:
     num_rows = limits.max_num_seqs + 1
     own = sum(part.row_bytes() for part in PARTS)
     blocks = limits.num_groups * limits.max_blocks_per_seq
-    table = num_rows * (_INT32 * blocks + own + _INT64)
+    table = num_rows * (_INT32 * blocks + own + _INT64 * (1 + limits.max_drafts))
     return table + _INT32 * packed_size(with_columns(largest_shape(limits), PARTS))
 
 
