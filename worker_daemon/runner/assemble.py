@@ -36,6 +36,7 @@ from worker_daemon.runner.step_layout import (
     ExactShapes,
     StepLadder,
     decode_sizes,
+    drafted_counts,
     largest_shape,
     mixed_plans,
     mixed_sizes,
@@ -200,7 +201,8 @@ def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool)
             limits.max_num_samples,
         ),
         num_groups,
-        has_drafts=limits.max_drafts > 0,
+        drafts=drafted_counts(limits.max_drafts),
+        max_num_tokens=limits.max_num_batched_tokens,
     )
     largest = max(plan.shape.num_tokens for plan in ladder.plans)
     arriving = 0 if parts.parallel.is_first_stage else largest

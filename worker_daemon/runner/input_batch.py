@@ -104,11 +104,11 @@ class InputBuilder:
         """Return each plan for every choice of parts around the forward pass that has graphs. The
         plan without such parts comes last. If steps may have drafts, also those of such steps."""
         keys = self._parts.graph_keys()
-        extended = [self._parts.extended(plan, key) for plan in plans for key in keys]
+        exact = [plan for plan in plans if not plan.shape.num_corrected]
+        extended = [self._parts.extended(plan, key) for plan in exact for key in keys]
         if not self._state.limits.max_drafts:
             return extended
-        with_drafts = [plan.corrected() for plan in plans if plan.max_query_len > 1]
-        return [*with_drafts, *extended]
+        return [*(plan.corrected() for plan in plans if plan.max_query_len > 1), *extended]
 
     def pad_by(self, ladder: ExactShapes, plans: Sequence[StepPlan]) -> None:
         """Pad steps by another ladder from now on. plans: its recurring plans."""
