@@ -10,6 +10,7 @@ from worker_daemon.contracts.drafting import TextKernels
 from worker_daemon.drafting.interface import Drafter
 from worker_daemon.drafting.ngram import NgramDrafter
 from worker_daemon.drafting.row_texts import DraftLimits
+from worker_daemon.drafting.suffix import SuffixDrafter
 
 
 class TextDrafterKind(Protocol):
@@ -28,7 +29,10 @@ class TextDrafterKind(Protocol):
         """Return the device memory that a drafter takes."""
 
 
-_TEXT_DRAFTERS: Final[Mapping[DraftMethod, TextDrafterKind]] = {"ngram": NgramDrafter}
+_TEXT_DRAFTERS: Final[Mapping[DraftMethod, TextDrafterKind]] = {
+    "ngram": NgramDrafter,
+    "suffix": SuffixDrafter,
+}
 
 
 def make_drafter(

@@ -7,7 +7,8 @@ It reads lengths on the host, so that short texts cost little; on a CUDA device 
 import torch
 from torch import Tensor
 
-from worker_daemon.contracts.drafting import Matching, TextTable
+from worker_daemon.contracts.drafting import KeptTable, Matching, TextTable
+from worker_daemon.drafting.torch_votes import keep_tokens, matched_before, vote
 
 
 class TorchTextKernels:
@@ -50,17 +51,8 @@ class TorchTextKernels:
         drafts = texts.gather(1, followers.clamp(max=width - 1)).long()
         return torch.where(best[:, None] > 0, drafts, 0)
 
+    def keep(self, kept: KeptTable, rows: Tensor, token_ids: Tensor, counts: Tensor) -> None:
+        keep_tokens(kept, rows, token_ids, counts)
 
-def matched_before(texts: Tensor, lengths: Tensor, longest: int) -> Tensor:
-    """Return int64 [Q, L]: for each place of texts int32 [Q, L], of lengths int64 [Q], how many
-    tokens before it equal the text's last ones, at most `longest`; 0 from the text's end on."""
-    width = texts.shape[1]
-    places = torch.arange(width, device=texts.device)
-    equal = places < lengths[:, None]
-    matched = torch.zeros(texts.shape, dtype=torch.int64, device=texts.device)
-    for back in range(1, min(longest, width) + 1):
-        wanted = texts.gather(1, (lengths - back).clamp(min=0)[:, None])
-        equal[:, :back] = False
-        equal[:, back:] &= texts[:, : width - back] == wanted
-        matched += equal
-    return matched
+    def vote(self, table: TextTable, kept: KeptTable, rows: Tensor, matching: Matching) -> Tensor:
+        return vote(table, kept, rows, matching)

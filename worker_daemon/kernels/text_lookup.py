@@ -16,8 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
-from worker_daemon.contracts.drafting import Matching, TextTable
+from worker_daemon.contracts.drafting import KeptTable, Matching, TextTable
 from worker_daemon.kernels.compile_ahead import launched
+from worker_daemon.kernels.suffix_lookup import keep_tokens, vote
+from worker_daemon.kernels.text_search import matched_before
 
 BLOCK = 2048
 """Tokens of a text that a program compares at a time."""
@@ -105,6 +107,18 @@ class TritonTextKernels:
         )
         return drafts
 
+    def keep(
+        self, kept: KeptTable, rows: torch.Tensor, token_ids: torch.Tensor, counts: torch.Tensor
+    ) -> None:
+        """Keep the first counts int32 [Q] of token_ids int64 [Q, 1 + K] of rows int32 [Q]."""
+        keep_tokens(kept, rows, token_ids, counts)
+
+    def vote(
+        self, table: TextTable, kept: KeptTable, rows: torch.Tensor, matching: Matching
+    ) -> torch.Tensor:
+        """Return int64 [Q, K] for rows int32 [Q]."""
+        return vote(table, kept, rows, matching)
+
 
 @launched
 @triton.jit(
@@ -126,7 +140,10 @@ def _place_kernel(tokens, lengths, rows, bounds, given, width, BLOCK: tl.constex
 
 
 @launched
-@triton.jit(do_not_specialize=["num_seqs", "num_columns", "width", "stride", "gain_stride"])
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_columns", "width", "stride", "gain_stride"],
+    do_not_specialize_on_alignment=["rows", "token_ids", "counts"],
+)
 def _append_kernel(
     tokens,
     lengths,
@@ -154,6 +171,7 @@ def _append_kernel(
     token = tl.load(gain[:, None] + column, mask=is_gained, other=0).to(tl.int32)
     target = tokens + (row * stride + length)[:, None] + column
     tl.store(target, token, mask=is_gained)
+    tl.debug_barrier()  # all threads have read the lengths
     tl.store(lengths + row, length + gained, mask=inside)
 
 
@@ -199,22 +217,3 @@ def _continue_kernel(
         draft = tl.load(text + end + ahead % period, mask=inside, other=0).to(tl.int64)
         out = drafts + seq.to(tl.int64) * num_drafts + ahead
         tl.store(out, tl.where(found > 0, draft, 0), mask=inside)
-
-
-@triton.jit
-def matched_before(searched, place, text, length, longest):
-    """Return how many tokens of `searched` before each place equal the last ones of a text, at most
-    `longest`; 0 for places that are not before `length`. It stops once none is equal."""
-    matched = tl.zeros_like(place)
-    is_equal = place < length
-    back = 1
-    goes_on = back <= longest
-    while goes_on:
-        wanted = tl.load(text + tl.maximum(length - back, 0))
-        is_equal = is_equal & (place >= back)
-        found = tl.load(searched + place - back, mask=is_equal, other=-1)
-        is_equal = is_equal & (found == wanted)
-        matched += is_equal.to(tl.int32)
-        back += 1
-        goes_on = (back <= longest) & (tl.max(is_equal.to(tl.int32), 0) > 0)
-    return matched

@@ -35,6 +35,7 @@ def proposed(config, text):
     return drafter.propose(gained)[0].tolist()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_drafts", [1, 4, 31])
 @pytest.mark.parametrize(("longest", "shortest"), [(1, 1), (4, 2), (3, 3), (32, 1)])
 @pytest.mark.parametrize("vocab_size", [1, 2, 6, 1000])
