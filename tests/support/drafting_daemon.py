@@ -183,7 +183,8 @@ class DraftingDaemon:
         tokens, rng = [max(token, 0) for token in row.tokens], self._rng
         for _ in range(self._most):
             right = next_token(tokens, row.seed)
-            tokens.append(right if rng.random() < self.accuracy else rng.randrange(VOCAB_SIZE))
+            wrong = (right + rng.randrange(1, VOCAB_SIZE)) % VOCAB_SIZE
+            tokens.append(right if rng.random() < self.accuracy else wrong)
         return tokens[len(row.tokens) :]
 
     def _at(self, row: DraftedRow, place: int) -> tuple[int, int]:
