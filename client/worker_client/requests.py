@@ -217,6 +217,10 @@ class RequestOutput:
     """Reason for the failure if finish_reason is "error"; token_ids are the tokens before it."""
     refusal: RequestError | None = None
     """The same as an error, if the request is at fault, which was found after add_request."""
+    num_drafted: int = 0
+    """Drafts that its steps have verified, under this driver."""
+    num_accepted: int = 0
+    """Those of them that are among its tokens: so many were gained without steps of their own."""
 
 
 def failed_request(

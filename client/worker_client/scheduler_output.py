@@ -4,7 +4,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from msgspec import Struct
@@ -120,6 +120,16 @@ class SchedulerOutput:
     """For requests that sample in this step: after how many of their last scheduled tokens, if not
     after the last one alone. At most max_samples_per_seq of the configuration. Each request gains
     one token as always; StepResult.samples has all of them."""
+    num_drafts: Mapping[str, int] = field(default_factory=dict)
+    """For requests of num_scheduled_tokens, so many of their scheduled tokens, the last ones, are
+    drafts: guesses of tokens that they have not sampled (speculative decoding). At most
+    num_speculative_tokens of the configuration. The scheduled tokens are then all tokens that are
+    left to compute, and the drafts. The request gains at least one token, and one more for each
+    draft that is accepted. Its counts grow as if all were: StepResult.refused has the rest. Not
+    with num_samples. vLLM's name is scheduled_spec_decode_tokens."""
+    draft_token_ids: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Drafts of requests in num_drafts that the driver brings. The device has those of the others:
+    it makes them with each token that it samples."""
 
     @property
     def deferred_req_ids(self) -> list[str]:
@@ -168,20 +178,30 @@ class SampledToken:
     """Reports of features on this token, by kind."""
 
 
+class DraftOutcome(NamedTuple):
+    """Outcome of a request's drafts in a step."""
+
+    num_drafted: int
+    num_accepted: int
+    """Leading drafts that are the tokens which the request has sampled there."""
+
+
 @dataclass(frozen=True)
 class StepResult:
     """Tokens that a step sampled. Only requests that reached their last known token are in it."""
 
     req_ids: Sequence[str]
-    """Each request once per token that it gained: once, unless a feature says otherwise."""
+    """Each request once per token that it gained, oldest first: once, unless it had drafts, or a
+    feature says otherwise."""
     token_ids: Sequence[int]
     """Aligned with req_ids. rpc_schema.step.NO_TOKEN (-1) for a request whose logits contain NaN or
     have no finite maximum: it has failed, and the blocks that it wrote must not be shared."""
     reports: Mapping[type[ReplyExtension], Mapping[str, Any]] = field(default_factory=dict)
-    """Reports of features, by kind and request id; see worker_client/parts."""
+    """Reports of features, by kind and request id; see worker_client/parts. Of a request that has
+    gained several tokens, those on the last one."""
     refused: Mapping[str, int] = field(default_factory=dict)
-    """Number of tokens that a request did not gain although the step counted them. They are to be
-    computed again: lower the request's computed and known tokens by this."""
+    """Number of tokens that a request did not gain although the step counted them: refused drafts,
+    for example. Lower the request's computed and known tokens by this."""
     weights_version: int = 0
     """Number of the version of the weights that the step ran with (GroupWeights.version)."""
     samples: Mapping[str, Sequence[SampledToken]] = field(default_factory=dict)
@@ -190,6 +210,10 @@ class StepResult:
     model would have chosen in place of tokens that the request has: with its seed, penalties and
     other rules as if it ended before them, and with a grammar's mask if StepMasks has one of
     each."""
+    drafts: Mapping[str, DraftOutcome] = field(default_factory=dict)
+    """For each request that had drafts, how many, and how many of them were accepted."""
+    gained: Mapping[str, Sequence[SampledToken]] = field(default_factory=dict)
+    """If the step has reports: all tokens, in order, of each request that has gained several."""
 
     def without(self, req_ids: Collection[str]) -> "StepResult":
         """Return the result without the tokens of some requests."""
@@ -213,6 +237,8 @@ class StepResult:
             {**self.refused, **later.refused},
             self.weights_version,
             {**self.samples, **later.samples},
+            {**self.drafts, **later.drafts},
+            {**self.gained, **later.gained},
         )
 
     @property
@@ -228,5 +254,5 @@ class StepResult:
 
     @cached_property
     def sampled(self) -> dict[str, int]:
-        """Sampled token of each request."""
+        """Sampled token of each request; of several that it has gained, the last one."""
         return dict(zip(self.req_ids, self.token_ids, strict=True))

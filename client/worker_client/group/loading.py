@@ -135,6 +135,7 @@ def group_limits(config: WorkerConfig, model: LoadedGroup) -> GroupLimits:
         max_loras=config.lora.max_loras,
         logits_processors=config.scheduler.logits_processors,
         max_samples_per_seq=config.scheduler.max_samples_per_seq,
+        num_speculative_tokens=config.speculative.num_speculative_tokens,
     )
 
 

@@ -234,8 +234,8 @@ class StepsInFlight:
         future.replayed = replayed
         try:
             future.value = _decode_outcome(future, reply, arrays)
-            if future.step is not None and future.value.refused:
-                self.slots.count_refused(future.step, future.value.refused)
+            if future.step is not None and (future.value.refused or future.value.drafts):
+                self.slots.take_outcome(future.step, future.value)
         except BadFrameError as error:
             failure = self._new_failure(error, reply.rank, error.code)
             self._fail_from(reply.seq, failure)

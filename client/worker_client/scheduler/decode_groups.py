@@ -4,6 +4,7 @@ requests."""
 from collections.abc import Iterator, Mapping
 
 from worker_client.scheduler.request import Request
+from worker_client.steps.drafts import NO_DRAFTS
 
 
 class DecodeGroups:
@@ -64,13 +65,25 @@ class DecodeGroups:
                 yield index, ready
 
     def commit(
-        self, step: int, index: int | None, decodes: Mapping[str, Request]
+        self,
+        step: int,
+        index: int | None,
+        decodes: Mapping[str, Request],
+        drafts: Mapping[str, int] = NO_DRAFTS,
     ) -> tuple[str, ...]:
-        """Record a step that decodes these requests of group `index`; none if index is None. Return
-        their ids: the same object as long as it is the complete, unchanged group."""
+        """Record a step that decodes these requests of group `index`; none if index is None.
+        drafts: those of each request with some. Return the ids of the others: the same object as
+        long as it is the complete, unchanged group."""
         index = self._turn if index is None else index
-        is_whole = len(decodes) == len(self._groups[index])
+        is_whole = len(decodes) == len(self._groups[index]) and not drafts
         req_ids = (self._ids[index] if is_whole else None) or tuple(decodes)
+        if drafts:
+            req_ids = tuple(req_id for req_id in decodes if req_id not in drafts)
+            for req_id, count in drafts.items():
+                request = decodes[req_id]
+                request.num_computed += count
+                request.num_tokens += count
+                request.num_drafts_in_flight += count
         complete = []
         for request in decodes.values():
             request.num_computed += 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
-from rpc_schema.config import MAX_SAMPLES_PER_SEQ, WorkerConfig
+from rpc_schema.config import MAX_SAMPLES_PER_SEQ, SpeculativeConfig, WorkerConfig
 from rpc_schema.kv_cache import BlockGroup, block_groups, border_tokens, longest_request
 from rpc_schema.pooling import PoolingSupport
 from worker_client.group.loading import LoadedGroup
@@ -158,6 +158,8 @@ class SchedulerLimits:
     and requests begin at position 0."""
     max_samples_per_seq: int = MAX_SAMPLES_PER_SEQ
     """Most samples of a request in a step (SchedulerOutput.num_samples)."""
+    num_speculative_tokens: int = 0
+    """Most drafts of a request in a step, which the devices make; 0: requests have none."""
     max_itl_ms: float | None = None
     """Target for the time between two tokens of a request, in milliseconds; None: no target."""
 
@@ -231,5 +233,11 @@ def scheduler_limits(
         max_loras=config.lora.max_loras,
         logits_processors=config.scheduler.logits_processors,
         max_samples_per_seq=config.scheduler.max_samples_per_seq,
+        num_speculative_tokens=_device_drafts(config.speculative),
         max_itl_ms=max_itl_ms,
     )
+
+
+def _device_drafts(config: SpeculativeConfig) -> int:
+    """Return how many drafts the devices make for a request in a step."""
+    return 0 if config.method in ("none", "driver") else config.num_speculative_tokens

@@ -47,6 +47,8 @@ class Step:
         self.group: int | None = None
         """Decode group of the step."""
         self.decodes: dict[str, Request] = {}
+        self.drafts: dict[str, int] = {}
+        """Drafts of the requests in decodes that have some."""
         self.prefills: dict[str, int] = {}
         self.new: list[Request] = []
         self.new_blocks: list[dict[str, list[int]]] = [{} for _ in limits.block_groups]
@@ -84,13 +86,21 @@ class Step:
         num_stages = self._limits.pipeline_parallel_size
         chunk = self._chunk(num_stages)
         self._plan_decodes(before=max(oldest, number - num_stages + 1))
+        self._plan_drafts()
         if self._step_budget is not None and self._delays_tokens():
-            self._allowance = self._step_budget.allowance(len(self.decodes))
+            self._allowance = self._step_budget.allowance(self._num_decode_tokens)
         self._plan_prefills(chunk)
         if not self.preempted:
             self._admit(chunk)
         if self.is_empty:
             self._plan_decodes(before=number)
+            self._plan_drafts()
+        if self.drafts:
+            self._extend_for_drafts()
+
+    @property
+    def _num_decode_tokens(self) -> int:
+        return len(self.decodes) + sum(self.drafts.values())
 
     def load(self) -> StepLoad:
         """Return the step's work; call it before the step is committed."""
@@ -98,7 +108,7 @@ class Step:
         for req_id, count in self.prefills.items():
             num_tokens += count
             num_pairs += count * (self._queues.unfinished[req_id].num_computed + count / 2)
-        return StepLoad(num_tokens, len(self.decodes), num_pairs)
+        return StepLoad(num_tokens, self._num_decode_tokens, num_pairs)
 
     def _delays_tokens(self) -> bool:
         """Return True if some request is decoding, in this step or in another one in flight: then
@@ -124,6 +134,33 @@ class Step:
                 self.group = group
                 self._budget -= len(self.decodes)
                 return
+
+    def _plan_drafts(self) -> None:
+        """Choose how many drafts each decoding request has, within the token budget."""
+        most = self._limits.num_speculative_tokens
+        if not most or self._limits.keeps_state:
+            return
+        for request in self.decodes.values():
+            count = min(most, request.most_drafts, self._budget)
+            if count > 0:
+                self.drafts[request.id] = count
+                self._budget -= count
+
+    def _extend_for_drafts(self) -> None:
+        """Find blocks for drafts, with what the other tokens of the step have left: a request that
+        lacks some has fewer drafts."""
+        for req_id, count in list(self.drafts.items()):
+            request = self.decodes[req_id]
+            given = self._blocks.extend(request, 1 + count)
+            if given is None:
+                left = self._blocks.num_held_tokens(request) - request.num_computed - 1
+                self.drafts[req_id] = min(count, left)
+                if left <= 0:
+                    del self.drafts[req_id]
+                continue
+            for of_group, block_ids in zip(self.new_blocks, given, strict=False):
+                if block_ids:
+                    of_group[req_id] = [*of_group.get(req_id, ()), *block_ids]
 
     def _extend_each(self, needy: list[Request]) -> None:
         """Find a block for the next token of each; those without one do not decode."""
@@ -280,7 +317,7 @@ class Step:
         self.decodes.pop(victim.id, None)
         freed = self.prefills.pop(victim.id, 0)
         self._num_prefill_tokens -= freed
-        self._budget += freed
+        self._budget += freed + self.drafts.pop(victim.id, 0)
         self._drop_new_blocks(victim)
         self.new = [request for request in self.new if request is not victim]
         self.preempted.append(victim.id)

@@ -4,8 +4,8 @@ recompute. Takes the driver's calls, commits steps and processes their results."
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,12 @@ from worker_client.scheduler.request import Request, adopted_request, new_reques
 from worker_client.scheduler.request_blocks import CachedChanges, RequestBlocks
 from worker_client.scheduler.request_queues import RequestQueues, Urgency, by_priority
 from worker_client.scheduler.step_budget import Clock, StepBudget
-from worker_client.scheduler_output import PromptChunk, SchedulerOutput, StepResult
+from worker_client.scheduler_output import (
+    PromptChunk,
+    SampledToken,
+    SchedulerOutput,
+    StepResult,
+)
 from worker_client.steps.cached_blocks import CachedBlocks
 
 if TYPE_CHECKING:  # it needs the library of an extra
@@ -54,6 +59,8 @@ LOGITS_NOT_FINITE = (
 )
 
 OVERDUE = "its deadline has passed; fix: allow more time, or send fewer requests at once"
+
+_NONE_GAINED: Final[Iterator[SampledToken]] = iter(())
 
 MAX_IMBALANCE = 8
 """Largest difference in size between decode groups if max_itl_ms is set."""
@@ -229,7 +236,7 @@ class Scheduler:
                 # yet: ids without a row are ignored.
                 preempted = [*preempted, request.id]
                 request.needs_admission = False
-        decode_req_ids = self._groups.commit(self._num_steps, step.group, step.decodes)
+        decode_req_ids = self._groups.commit(self._num_steps, step.group, step.decodes, step.drafts)
         for req_id, count in step.prefills.items():
             request = self._queues.unfinished[req_id]
             request.num_computed += count
@@ -242,14 +249,18 @@ class Scheduler:
         self._in_flight.append(self._num_steps)
         self._num_steps += 1
         ended, self._ended = self._ended, []
+        counts = step.prefills
+        if step.drafts:
+            counts = {**counts, **{req_id: 1 + count for req_id, count in step.drafts.items()}}
         return SchedulerOutput(
-            num_scheduled_tokens=step.prefills,
+            num_scheduled_tokens=counts,
             decode_req_ids=decode_req_ids,
             scheduled_new_reqs=new,
             new_block_ids=step.new_blocks[0],
             more_new_block_ids=tuple(step.new_blocks[1:]) if any(step.new_blocks[1:]) else (),
             finished_req_ids=ended,
             preempted_req_ids=preempted,
+            num_drafts=step.drafts,
         )
 
     def update_from_output(
@@ -263,6 +274,9 @@ class Scheduler:
         find, block_size = self._queues.unfinished.get, self._blocks.unit
         if result.reports:
             self._take_prompts(result.reports.get(PromptLogprobs, {}))
+        if result.refused or result.drafts:
+            self._take_refusals(result)
+        gained = {req_id: iter(own) for req_id, own in result.gained.items()}
         for req_id, token in zip(result.req_ids, result.token_ids, strict=True):
             request = find(req_id)
             if request is None:  # stopped meanwhile: sampled past its end
@@ -276,16 +290,26 @@ class Scheduler:
                 continue
             reason = request.take(token)
             if request.reported is not None:
-                request.reported.take(req_id, result)
+                request.reported.take(req_id, result, next(gained.get(req_id, _NONE_GAINED), None))
             if reason is not None:
                 done.append(self._finish(request, reason))
             elif len(request.tokens) % block_size == 0 and request.is_running:
                 self._blocks.remember_later(request)
         if result.reports:
             done += self._take_outputs(result.pooled)
+        return done if self._queues.next_deadline == math.inf else done + self._end_overdue()
+
+    def _take_refusals(self, result: StepResult) -> None:
+        """Note what has become of drafts, and lower the counts of requests by what a step counted,
+        but they did not gain. Before the tokens: a request that ends with one of these shares
+        blocks by its true counts."""
+        find = self._queues.unfinished.get
+        for req_id, outcome in result.drafts.items():
+            request = find(req_id)
+            if request is not None:
+                request.take_outcome(outcome)
         for req_id, count in result.refused.items():
             self._take_back(find(req_id), count)
-        return done if self._queues.next_deadline == math.inf else done + self._end_overdue()
 
     def _note_weights(self, version: int) -> None:
         """Note that other weights have sampled the tokens from here on."""
@@ -312,6 +336,8 @@ class Scheduler:
         request = self._queues.unfinished.get(req_id)
         count = 0 if request is None else request.num_jumped(token_ids)
         if request is None or not count or self._limits.keeps_state:
+            return NO_JUMP
+        if request.num_drafts_in_flight:  # how many of its tokens are computed is not known
             return NO_JUMP
         count, reason = request.jump(token_ids[:count])
         if reason is not None:
@@ -363,6 +389,7 @@ class Scheduler:
             return
         if request.num_void:
             request.num_void -= count
+            request.repeated = request.repeated[: max(0, len(request.repeated) - count)]
             return
         was_complete = request.num_tokens == request.limit
         request.num_tokens -= count
@@ -415,6 +442,7 @@ class Scheduler:
         self._blocks.forget_all(good=running.values())
         for request in self._queues.unfinished.values():
             request.go_on_from_known()
+            request.num_drafts_in_flight = 0
 
     def _not_finite(self, request: Request, place: int, num_left: int) -> list[RequestOutput]:
         """Handle a request whose logits for the token at a place are NaN or infinite: no request

@@ -23,8 +23,10 @@ from rpc_schema.sampling import (
     LogprobTokens,
     PromptLogprobsWanted,
     StopTokens,
+    TokenLogprobs,
 )
 from rpc_schema.step import NO_TOKEN
+from rpc_schema.structured import StructuredOutput
 from worker_client.errors import RequestError
 from worker_client.group.adoption import AdoptedRequest
 from worker_client.inputs.request_checks import check_fits, feature_error
@@ -39,7 +41,14 @@ from worker_client.requests import (
     seeded,
 )
 from worker_client.scheduler.interface import SchedulerLimits
-from worker_client.scheduler_output import Logprobs, NewRequest, PromptChunk, StepResult
+from worker_client.scheduler_output import (
+    DraftOutcome,
+    Logprobs,
+    NewRequest,
+    PromptChunk,
+    SampledToken,
+    StepResult,
+)
 from worker_client.steps.step_checks import (
     MAX_ADMITTED_BYTES,
     MAX_ADMITTED_TOKENS,
@@ -124,12 +133,18 @@ class Reported:
             [None] * num_prompt_tokens if PromptLogprobsWanted in kinds else None,
         )
 
-    def take(self, req_id: str, result: StepResult) -> None:
-        """Append the reports on a sampled token."""
+    def take(self, req_id: str, result: StepResult, one: SampledToken | None = None) -> None:
+        """Append the reports on a sampled token. one: the token, if it is one of several that the
+        request has gained in the step."""
         if self.logprobs is not None:
-            self.logprobs.append(result.logprobs[req_id])
+            self.logprobs.append(
+                result.logprobs[req_id] if one is None else one.reports[TokenLogprobs]
+            )
         if self.token_id_logprobs is not None:
-            self.token_id_logprobs.append(result.reports[GivenLogprobs][req_id])
+            of_requests = result.reports[GivenLogprobs]
+            self.token_id_logprobs.append(
+                of_requests[req_id] if one is None else one.reports[GivenLogprobs]
+            )
 
     def take_prompt(self, chunk: PromptChunk) -> None:
         """Note a chunk of the prompt, perhaps again: after a preemption it is computed again."""
@@ -161,6 +176,8 @@ class Traits(msgspec.Struct, frozen=True, gc=False):
     pools: bool = False
     output_bytes: int = 0
     """Bytes of the output of a request that pools."""
+    may_draft: bool = True
+    """Its steps may verify drafts."""
     fixed_bytes: int = 0
     """Bytes of the extensions and the stop strings in an admission's message."""
 
@@ -171,10 +188,13 @@ class Traits(msgspec.Struct, frozen=True, gc=False):
             return PLAIN
         fixed_bytes = len(msgspec.msgpack.encode((extensions, sample.stop)))
         stops = extension_of(extensions, StopTokens)
+        refuses, no_samples = may_refuse(extensions), pools(extensions)
+        has_grammar = extension_of(extensions, StructuredOutput) is not None
         return cls(
             stop_ids=frozenset() if stops is None else frozenset(stops.token_ids),
-            may_refuse=may_refuse(extensions),
-            pools=pools(extensions),
+            may_refuse=refuses,
+            pools=no_samples,
+            may_draft=not (refuses or no_samples or has_grammar),
             fixed_bytes=fixed_bytes,
         )
 
@@ -188,6 +208,8 @@ class Request:
     """A request's progress. Three counts matter, and each is at most the next:
 
     num_computed (positions whose step was sent) <= num_tokens (known or being sampled) <= limit.
+
+    While drafts are in flight, the first two are upper bounds: they count all of these as accepted.
     """
 
     id: str
@@ -220,6 +242,13 @@ class Request:
     repeated: range = range(0)
     """Positions of tokens that it has from a jump, but whose samples still arrive. They are the
     first of the num_void tokens."""
+    num_drafts_in_flight: int = 0
+    num_drafted: int = 0
+    """Drafts of its steps with results."""
+    num_accepted: int = 0
+    """Those of them that are its tokens, as soon as all tokens of their step are taken."""
+    accepted_end: int = 0
+    """Position after the last of these."""
     blocks: HeldBlocks = field(default_factory=HeldBlocks)
     reported: Reported | None = None
     """None if it reports nothing."""
@@ -263,7 +292,7 @@ class Request:
     @property
     def least_computed(self) -> int:
         """Number of positions that stay computed even if every token in flight is refused."""
-        if not self.traits.may_refuse:
+        if not (self.traits.may_refuse or self.num_drafts_in_flight):
             return self.num_computed
         return min(self.num_computed, len(self.tokens) - 1)
 
@@ -271,6 +300,20 @@ class Request:
     def num_in_flight(self) -> int:
         """Number of tokens being sampled."""
         return self.num_tokens - len(self.tokens)
+
+    @property
+    def most_drafts(self) -> int:
+        """Most drafts that its next step may have, if all of its tokens are to be within the
+        limit."""
+        return self.limit - 1 - self.num_tokens if self.traits.may_draft else 0
+
+    def take_outcome(self, outcome: DraftOutcome) -> None:
+        """Note what has become of its drafts in a step, before the tokens of that step."""
+        self.num_drafts_in_flight -= outcome.num_drafted
+        if not self.num_void:
+            self.num_drafted += outcome.num_drafted
+            self.num_accepted += outcome.num_accepted
+            self.accepted_end = len(self.tokens) + outcome.num_accepted
 
     def take(self, token: int) -> FinishReason | None:
         """Append a sampled token; return the reason if the request ends with it."""
@@ -397,6 +440,8 @@ class Request:
             index=self.sample.place,
             weights_versions=self.weights_versions,
             error=error,
+            num_drafted=self.num_drafted,
+            num_accepted=self.num_accepted - max(0, self.accepted_end - len(self.tokens)),
         )
 
 

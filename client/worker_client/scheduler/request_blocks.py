@@ -132,6 +132,11 @@ class RequestBlocks:
             own += block_ids
         return given
 
+    def num_held_tokens(self, request: Request) -> int:
+        """Return the number of tokens for which a request has blocks in every group."""
+        held = zip(self._sizes, request.blocks.by_group, strict=True)
+        return min(size * len(own) for size, own in held)
+
     def _allocate(self, num_first: int, counts: Sequence[int]) -> list[list[int]]:
         """Allocate blocks of each group, with checkpoints at borders. num_first: blocks of the
         first group that the request has."""

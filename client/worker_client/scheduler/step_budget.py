@@ -72,6 +72,7 @@ class StepLoad(NamedTuple):
 
     num_prompt_tokens: int
     num_decodes: int
+    """Tokens of requests that decode: one of each, and their drafts."""
     num_pairs: float
     """Pairs of a prompt token in the step and a token that it attends to."""
 
@@ -244,8 +245,8 @@ class StepBudget:
         """Prompt tokens of the largest recent step."""
 
     def allowance(self, num_decodes: int) -> PromptAllowance:
-        """Return the prompt tokens of a step in which so many requests decode. Before anything is
-        measured, it is MIN_PROMPT_TOKENS."""
+        """Return the prompt tokens of a step with so many tokens of requests that decode. Before
+        anything is measured, it is MIN_PROMPT_TOKENS."""
         left_s = 0.0
         if self._cost.is_known:
             decodes_s = self._cost.seconds(StepLoad(0, num_decodes, 0.0))

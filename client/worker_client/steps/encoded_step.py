@@ -3,18 +3,21 @@ ids."""
 
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rpc_schema.codec import Frame
 from rpc_schema.errors import BadFrameError
+from rpc_schema.extensions import ReplyExtension
 from rpc_schema.pooling import PooledOutputs
 from rpc_schema.step import ModelRunnerOutput
 from worker_client.parts.registry import NONE_POOLED, Extensions, read_reports
 from worker_client.scheduler_output import SchedulerOutput, StepResult
+from worker_client.steps.drafts import NO_DRAFTS, read_gains
 from worker_client.steps.several_samples import ONE_EACH, TokenRows, read_samples, token_rows
 
 Int32s = NDArray[np.int32]
@@ -59,6 +62,7 @@ class EncodedStep:
         "frames",
         "is_later",
         "left",
+        "num_drafts",
         "num_samples",
         "output",
         "pooled",
@@ -83,6 +87,7 @@ class EncodedStep:
         deferred: Mapping[int, str] = NONE_DEFERRED,
         is_later: bool = False,
         num_samples: Mapping[str, int] = ONE_EACH,
+        num_drafts: Mapping[str, int] = NO_DRAFTS,
     ) -> None:
         self.seq = seq
         self.output = output
@@ -105,6 +110,8 @@ class EncodedStep:
         """It is the later sampling of a step's requests; some may have finished since."""
         self.num_samples = num_samples
         """Samples of the requests that do not have one each."""
+        self.num_drafts = num_drafts
+        """Drafts of the requests that have some."""
 
     def later(self, chosen: Mapping[int, str]) -> "EncodedStep":
         """Return the later sampling of deferred requests, given by slot."""
@@ -120,6 +127,7 @@ class EncodedStep:
             resync=self.resync,
             is_later=True,
             num_samples=self.num_samples,
+            num_drafts=self.num_drafts,
         )
 
     def sampled_bitmap(self) -> tuple[bytes, Sequence[str]]:
@@ -158,22 +166,20 @@ def decode_reply(
     slots, req_ids = step.sampled_bitmap()
     if step.is_later and reply.slots != slots:
         slots, req_ids = _those_left(*step.sampled(), reply.slots)
+    if step.num_drafts:
+        return _decode_drafted(step, reply, arrays, slots, req_ids)
     rows: TokenRows | None = None
     gained, is_whole = req_ids, True
     if reply.num_sampled or step.num_samples:
         rows = token_rows(req_ids, reply.num_sampled, step.num_samples)
         gained, is_whole = ([], False) if rows is None else (rows.gained, True)
     if reply.slots != slots or len(reply.sampled_token_ids) != 4 * len(gained) or not is_whole:
-        raise BadFrameError(
-            f"step {step.seq} was to sample {len(req_ids)} slots; the reply's columns differ"
-        )
+        raise _unfit(step, req_ids)
     token_ids: list[int] = np.frombuffer(reply.sampled_token_ids, _INT32).tolist()
     version = reply.weights_version
     if rows is None and not (reply.extensions or step.pooled):
         return StepResult(gained, token_ids, weights_version=version)
-    reports = read_reports(reply.extensions, arrays, gained, step.reporting, step.pooled)
-    if len(reports.get(PooledOutputs, ())) != len(step.pooled):
-        raise BadFrameError(f"step {step.seq} was to end {len(step.pooled)} requests with outputs")
+    reports = _read_reports(step, reply, arrays, gained)
     if rows is None:
         return StepResult(gained, token_ids, reports, weights_version=version)
     if not rows.several:
@@ -182,6 +188,56 @@ def decode_reply(
     pairs = [pair for pair in zip(gained, token_ids, strict=True) if pair[0]]
     req_ids, token_ids = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     return StepResult(req_ids, token_ids, reports, rows.refused, version, samples)
+
+
+def _decode_drafted(
+    step: EncodedStep,
+    reply: ModelRunnerOutput,
+    arrays: Sequence[Frame],
+    slots: bytes,
+    req_ids: Sequence[str],
+) -> StepResult:
+    """Turn a reply to a step with drafts into request ids. slots: those that sample, as a bitmap;
+    req_ids: their requests. Raises as decode_reply does."""
+    read = read_gains(req_ids, reply.num_sampled, step.num_drafts)
+    if read is None or reply.slots != slots:
+        raise _unfit(step, req_ids)
+    rows, outcomes = read
+    if len(reply.sampled_token_ids) != 4 * len(rows.gained):
+        raise _unfit(step, req_ids)
+    token_ids: list[int] = np.frombuffer(reply.sampled_token_ids, _INT32).tolist()
+    result = StepResult(
+        rows.gained,
+        token_ids,
+        refused=rows.refused,
+        weights_version=reply.weights_version,
+        drafts=outcomes,
+    )
+    if not (reply.extensions or step.pooled):
+        return result
+    reports = _read_reports(step, reply, arrays, rows.gained)
+    told = {name: own for name, own in rows.several.items() if name in step.reporting}
+    gained = read_samples(told, token_ids, reply.extensions, arrays, step.reporting)
+    return replace(result, reports=reports, gained=gained)
+
+
+def _unfit(step: EncodedStep, req_ids: Sequence[str]) -> BadFrameError:
+    return BadFrameError(
+        f"step {step.seq} was to sample {len(req_ids)} slots; the reply's columns differ"
+    )
+
+
+def _read_reports(
+    step: EncodedStep,
+    reply: ModelRunnerOutput,
+    arrays: Sequence[Frame],
+    gained: Sequence[str],
+) -> Mapping[type[ReplyExtension], Mapping[str, Any]]:
+    """Return a reply's reports and pooled outputs. gained: the request of each token."""
+    reports = read_reports(reply.extensions, arrays, gained, step.reporting, step.pooled)
+    if len(reports.get(PooledOutputs, ())) != len(step.pooled):
+        raise BadFrameError(f"step {step.seq} was to end {len(step.pooled)} requests with outputs")
+    return reports
 
 
 def _those_left(slots: bytes, req_ids: Sequence[str], named: bytes) -> tuple[bytes, Sequence[str]]:

@@ -3,14 +3,15 @@ step can be checked before it is sent, and sent in full."""
 
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rpc_schema.pooling import MAX_POOLED_BYTES
-from worker_client.parts.registry import NONE_POOLED, pools
+from worker_client.parts.registry import NONE_POOLED, may_refuse, pools
 from worker_client.scheduler_output import NewRequest
+from worker_client.steps.drafts import NONE_DRAFTED, DraftedRows, StepDrafts
 from worker_client.steps.several_samples import ONE_EACH
 from worker_client.steps.step_checks import (
     MAX_COUNT,
@@ -38,12 +39,34 @@ class ScheduledRows(NamedTuple):
     """Ids of the requests whose rows sample, in the order of slots."""
     pooled: Mapping[int, str]
     """By slot, the ids of the requests whose pooled output the step computes."""
+    num_drafts: Int32s | None = None
+    """Drafts of each row; None: no row has any."""
 
     @property
     def sampling_slots(self) -> list[int]:
         """Slots of the rows that sample."""
         slots: list[int] = self.slots[self.num_samples > 0].tolist()
         return slots
+
+    @property
+    def drafted_ids(self) -> list[str]:
+        """Ids of the requests with drafts, in the order of slots."""
+        if self.num_drafts is None:
+            return []
+        counts = self.num_drafts[self.num_samples > 0].tolist()  # those with drafts sample
+        return [r for r, count in zip(self.sampling_ids, counts, strict=True) if count]
+
+
+class RowNotes(NamedTuple):
+    """Facts about rows that a step tells the workers, besides their tokens."""
+
+    corrections: bytes = b""
+    """ExecuteModel.corrections."""
+    settled: Sequence[int] = ()
+    """Slots of ExecuteModel.settled, ascending."""
+
+
+NO_NOTES: Final = RowNotes()
 
 
 def read_counts(counts: Mapping[str, int]) -> Int64s | StepFault:
@@ -77,6 +100,36 @@ def _samples_fault(
     return None
 
 
+class _AskedRows(NamedTuple):
+    """The rows of a step's requests, in the order of the requests."""
+
+    req_ids: Sequence[str]
+    num_scheduled: Int64s
+    num_computed: Int32s
+    left: Int32s
+    """Tokens that are left to compute, with the step's drafts."""
+    drafted: Int32s | None
+    """The step's drafts of each; None: there are none."""
+
+
+def _drafted_fault(
+    asked: _AskedRows, drafted: Int32s, refused: Int64s, most: int
+) -> StepFault | None:
+    """Check that the tokens of each row with drafts reach its last draft, and that none of these
+    rows ends beyond `most` tokens, max_model_len. refused: recorded refusals of each row."""
+    scheduled, left = asked.num_scheduled, asked.left
+    ends = asked.num_computed + scheduled - refused
+    wrong = (drafted > 0) & ((scheduled != left) | (ends > most))
+    for at in np.flatnonzero(wrong)[:1].tolist():
+        if scheduled[at] != left[at]:
+            fix = f"give {left[at]}: all tokens that are left, and its drafts"
+            return wrong_count(asked.req_ids[at], int(scheduled[at]), fix)
+        fix = f"give fewer: its tokens would end at {ends[at]}, and max_model_len is {most}"
+        message = "it cannot have these drafts"
+        return StepFault(message, "num_drafts", int(drafted[at]), fix, asked.req_ids[at])
+    return None
+
+
 def _crossing_fault(
     req_ids: Sequence[str], num_computed: Int32s, num_scheduled: Int64s, limits: GroupLimits
 ) -> StepFault | None:
@@ -106,6 +159,9 @@ class SentCounts:
         """For each slot, the seq of the step that admitted its request."""
         self._refused: dict[int, int] = {}
         """By slot, the number of refused tokens that the workers' counts still include."""
+        self._may_refuse = np.zeros(num_slots, np.bool_)
+        """True where a feature of the request may refuse its tokens."""
+        self.drafted = DraftedRows(num_slots)
 
     def can_decode(self, slots: Int32s) -> bool:
         """Return True if each of these rows has exactly one token left to compute, and samples."""
@@ -126,6 +182,7 @@ class SentCounts:
         slot_of_new: Mapping[str, int],
         wanted: Mapping[str, int] = ONE_EACH,
         decoding: Collection[str] = (),
+        drafts: StepDrafts = NONE_DRAFTED,
     ) -> ScheduledRows | StepFault:
         """Check the scheduled tokens of requests; return their rows' counts after the step, or the
         fault: a count does not fit its row, or outputs are too large. Nothing changes.
@@ -144,14 +201,15 @@ class SentCounts:
             at = [place[request.req_id] for request in begun]
             num_computed[at] = [request.num_computed_tokens for request in begun]
             num_tokens[at] = [len(request.token_ids) for request in begun]
-        left = num_tokens - num_computed
-        for at in np.flatnonzero((num_scheduled < 1) | (num_scheduled > left))[:1].tolist():
-            fix = f"give 1 to {left[at]}: it has {left[at]} tokens left to compute"
-            return wrong_count(req_ids[at], int(num_scheduled[at]), fix)
-        if self._limits.border_tokens:
-            fault = _crossing_fault(req_ids, num_computed, num_scheduled, self._limits)
-            if fault is not None:
-                return fault
+        drafted = self._read_drafts(drafts, counts, slots, new, wanted)
+        if isinstance(drafted, StepFault):
+            return drafted
+        if drafted is not None:
+            num_tokens = num_tokens + drafted
+        asked = _AskedRows(req_ids, num_scheduled, num_computed, num_tokens - num_computed, drafted)
+        fault = self._asked_fault(asked, slots, slot_of_new)
+        if fault is not None:
+            return fault
         order = np.argsort(slots)
         scheduled = num_scheduled[order].astype(np.int32)
         num_computed, num_tokens = num_computed[order] + scheduled, num_tokens[order]
@@ -175,9 +233,49 @@ class SentCounts:
             if fault is not None:
                 return fault
             num_samples[samples] = [wanted.get(name, 1) for name in names]
+        in_order = None if drafted is None else drafted[order]
         return ScheduledRows(
-            slots[order], scheduled, num_computed, num_tokens, num_samples, names, pooled
+            slots[order], scheduled, num_computed, num_tokens, num_samples, names, pooled, in_order
         )
+
+    def _read_drafts(
+        self,
+        drafts: StepDrafts,
+        counts: Mapping[str, int],
+        slots: Int32s,
+        new: Sequence[NewRequest],
+        wanted: Mapping[str, int],
+    ) -> Int32s | StepFault | None:
+        """Check a step's drafts by themselves; return those of each request, None if no request has
+        any."""
+        if drafts is NONE_DRAFTED:
+            return None
+        cannot = (self._output_bytes > 0) | self._may_refuse
+        begun = {request.req_id: request.extensions for request in new}
+        pairs = zip(counts, cannot[slots].tolist(), strict=True)
+        refusing = [req_id for req_id, is_one in pairs if is_one and req_id not in begun]
+        refusing += [name for name, own in begun.items() if pools(own) or may_refuse(own)]
+        fault = drafts.find_fault(counts, refusing, wanted, self._limits)
+        return drafts.by_row([*counts]) if fault is None else fault
+
+    def _asked_fault(
+        self, asked: _AskedRows, slots: Int32s, slot_of_new: Mapping[str, int]
+    ) -> StepFault | None:
+        """Check each row's number of tokens. slots: of the rows."""
+        left, scheduled, names = asked.left, asked.num_scheduled, asked.req_ids
+        for at in np.flatnonzero((scheduled < 1) | (scheduled > left))[:1].tolist():
+            fix = f"give 1 to {left[at]}: it has {left[at]} tokens left to compute"
+            return wrong_count(names[at], int(scheduled[at]), fix)
+        if asked.drafted is not None:
+            refused = np.zeros(self.num_computed.size, np.int64)
+            refused[list(self._refused)] = list(self._refused.values())
+            refused[list(slot_of_new.values())] = 0
+            fault = _drafted_fault(asked, asked.drafted, refused[slots], self._limits.max_model_len)
+            if fault is not None:
+                return fault
+        if not self._limits.border_tokens:
+            return None
+        return _crossing_fault(names, asked.num_computed, scheduled, self._limits)
 
     def _output_sizes(
         self,
@@ -212,8 +310,8 @@ class SentCounts:
     def apply(
         self, rows: ScheduledRows, new: Sequence[NewRequest], slots: Sequence[int], seq: int
     ) -> None:
-        """Account for the checked step `seq`: begin its new requests in these free slots, count the
-        tokens of its rows, and the recorded refusals, which it carries to the workers."""
+        """Account for the checked step `seq`: begin its new requests in these free slots, and count
+        the tokens of its rows."""
         if new:
             at = list(slots)
             self.num_computed[at] = [request.num_computed_tokens for request in new]
@@ -222,38 +320,52 @@ class SentCounts:
             for request, slot in zip(new, at, strict=True):
                 if request.extensions and pools(request.extensions):
                     self._output_bytes[slot] = output_bytes(request, self._limits)
+                elif request.extensions and may_refuse(request.extensions):
+                    self._may_refuse[slot] = True
         self.num_computed[rows.slots] = rows.num_computed
         self._num_tokens[rows.slots] = rows.num_tokens
-        if self._refused:
-            self.correct()
+        if rows.num_drafts is not None:
+            self.drafted.draft(rows.slots[rows.num_drafts > 0], seq)
 
     def release(self, slots: Sequence[int]) -> None:
         """End the requests in these slots."""
         self._output_bytes[slots] = 0
+        self._may_refuse[slots] = False
+        self.drafted.release(slots)
         for slot in slots if self._refused else ():
             self._refused.pop(slot, None)
 
-    def count_refused(self, slot: int, seq: int, count: int) -> None:
+    def take_outcome(self, slot: int, seq: int, num_refused: int, *, had_drafts: bool) -> None:
         """Record tokens of the step `seq` that its request did not gain after all, though the
-        workers' counts include them. A later step corrects the workers."""
-        if self._admitted_at[slot] <= seq:
-            self._refused[slot] = self._refused.get(slot, 0) + count
+        workers' counts include them: a later step that schedules the row corrects the workers.
+        had_drafts: the row had some in that step."""
+        if self._admitted_at[slot] > seq:
+            return
+        if num_refused:
+            self._refused[slot] = self._refused.get(slot, 0) + num_refused
+        if had_drafts:
+            self.drafted.take_outcome(slot, seq)
 
-    def corrections(self, ended: Sequence[int] = ()) -> bytes:
-        """Return the recorded refusals as pairs (slot, tokens) of int32, without those of slots
-        that end."""
-        if not self._refused:
-            return b""
-        pairs = [pair for pair in self._refused.items() if pair[0] not in ended]
-        return np.array(pairs, "<i4").tobytes()
+    def notes(self, bits: NDArray[np.bool_], leaving_out: Collection[int] = ()) -> RowNotes:
+        """Return what a step says of rows besides their tokens. bits: the scheduled slots;
+        leaving_out: those whose requests end. Rows that are not scheduled wait: if the step fails,
+        they keep their counts."""
+        if not self._refused and not self.drafted.has_known:
+            return NO_NOTES
+        refused = [(s, n) for s, n in self._refused.items() if bits[s] and s not in leaving_out]
+        settled = [s for s in self.drafted.to_settle(bits) if s not in leaving_out]
+        return RowNotes(np.array(refused, "<i4").tobytes(), settled)
 
-    def correct(self) -> None:
-        """Account for the recorded refusals: an encoded step carries them to the workers."""
-        if self._refused:
-            slots, by = list(self._refused), np.array(list(self._refused.values()), np.int32)
-            self.num_computed[slots] -= by
-            self._num_tokens[slots] -= by
-            self._refused.clear()
+    def tell(self, notes: RowNotes) -> None:
+        """Account for a step's notes: it carries them to the workers."""
+        if notes is NO_NOTES:
+            return
+        slots, by = np.frombuffer(notes.corrections, "<i4").reshape(-1, 2).T
+        self.num_computed[slots] -= by
+        self._num_tokens[slots] -= by
+        for slot in slots.tolist():
+            del self._refused[slot]
+        self.drafted.settle(notes.settled)
 
     def columns(self, slots: Int32s) -> Iterable[Int32s]:
         """Yield the columns of these rows that a step sent in full has."""

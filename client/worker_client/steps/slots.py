@@ -22,13 +22,14 @@ from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResu
 from worker_client.steps.block_tables import BlockTables, CheckedBlocks
 from worker_client.steps.cached_blocks import CachedBlocks
 from worker_client.steps.deferred_sampling import DeferredSampling
+from worker_client.steps.drafts import StepDrafts
 from worker_client.steps.encoded_step import (
     EncodedStep,
     SteadyRequests,
     decode_reply,
     pack_bits,
 )
-from worker_client.steps.sent_counts import ScheduledRows, SentCounts
+from worker_client.steps.sent_counts import RowNotes, ScheduledRows, SentCounts
 from worker_client.steps.step_checks import MAX_ADMITTED_TOKENS as MAX_ADMITTED_TOKENS
 from worker_client.steps.step_checks import (
     WIRE_LIMITS,
@@ -43,7 +44,7 @@ from worker_client.steps.step_checks import (
     values_fault,
 )
 from worker_client.steps.step_fault import StepFault, not_running, refuse, wrong_ids
-from worker_client.steps.step_values import ALL_AT_ONCE, StepSampling, sampling_of
+from worker_client.steps.step_values import ALL_AT_ONCE, StepSampling, named, sampling_of
 
 MAX_STEADY = 16
 """Number of steady sets that are kept: more than a pipeline has micro-batches."""
@@ -73,6 +74,7 @@ class _Change(NamedTuple):
     total: int
     """Scheduled tokens, decodes included."""
     sampling: StepSampling
+    drafts: StepDrafts
 
 
 class SlotTable:
@@ -123,7 +125,7 @@ class SlotTable:
                 break
         else:
             steady = None
-        if steady is not None and self._only_decodes(output):
+        if steady is not None and self._only_decodes(output) and not self._settles(steady):
             encoded_step = self._encode_steady(output, steady, ids)
         else:
             encoded_step = self._encode_other(output, steady, ids)
@@ -151,7 +153,7 @@ class SlotTable:
                     both = chain(output.decode_req_ids, output.num_scheduled_tokens)
                     message = "it is in decode_req_ids twice, or in num_scheduled_tokens too"
                     return wrong_ids(message, "decode_req_ids", repeated(both))
-            elif self._only_decodes(output):
+            elif self._only_decodes(output) and not self._settles(found):
                 return self._encode_steady(output, found, ids)
             steady = found
         return self._encode_changed(output, steady, counts, read, ids)
@@ -178,9 +180,16 @@ class SlotTable:
                 or output.preempted_req_ids
                 or output.scheduled_new_reqs
                 or output.num_samples
+                or output.num_drafts
+                or output.draft_token_ids
             )
         except ValueError:  # an array in place of a sequence
             return False
+
+    def _settles(self, steady: SteadyRequests) -> bool:
+        """Return True if a step of these requests makes counts exact that were bounds."""
+        drafted = self._rows.drafted
+        return drafted.has_known and bool(drafted.to_settle(steady.bits))
 
     def encode_later(
         self, step: EncodedStep, values: Sequence[StepValues], req_ids: Collection[str] | None
@@ -300,7 +309,7 @@ class SlotTable:
             if isinstance(taken, StepFault):
                 return taken
             blocks = taken
-        corrections = self._rows.corrections()
+        notes = self._rows.notes(steady.bits)
         message = ExecuteModel(
             epoch=epoch,
             link=link,
@@ -310,7 +319,7 @@ class SlotTable:
             new_block_slots=blocks.slots,
             new_block_ids=blocks.ids,
             new_block_groups=blocks.groups,
-            corrections=corrections,
+            corrections=notes.corrections,
         )
         try:
             frames = encode_step(message)
@@ -318,8 +327,7 @@ class SlotTable:
             self._blocks.give_back(blocks)
             raise
         steady.num_pending += 1
-        if corrections:
-            self._rows.correct()
+        self._rows.tell(notes)
         if blocks.slots:
             self._blocks.append_later(blocks)
         return EncodedStep(seq, output, frames, steady, (), (), self._reporting)
@@ -336,10 +344,13 @@ class SlotTable:
         if isinstance(change, StepFault):
             return change
         resync = self._resync_rows(change.members.ended) if self._must_resync else None
-        frames = self._encode_change(steady, change, read.tokens, resync, ids)
+        bits = np.zeros(self.capacity, np.bool_) if steady is None else steady.bits.copy()
+        bits[change.rows.slots] = True
+        notes = self._notes(change, bits)
+        frames = self._encode_change(pack_bits(bits), change, read.tokens, resync, notes, ids)
         if isinstance(frames, StepFault):
             return frames
-        self._apply(change, ids[2])
+        self._apply(change, notes, ids[2])
         self._must_resync = False
         if steady is not None:
             steady.num_pending += 1
@@ -356,7 +367,16 @@ class SlotTable:
             resync=resync is not None,
             deferred=change.sampling.deferred,
             num_samples={**output.num_samples},
+            num_drafts={**change.drafts.counts},
         )
+
+    def _notes(self, change: _Change, bits: NDArray[np.bool_]) -> RowNotes:
+        """Return what a checked step says of rows besides their tokens. bits: its slots."""
+        notes, drafted = self._rows.notes(bits, change.members.ended), change.rows.num_drafts
+        if not notes.settled or drafted is None:
+            return notes
+        still = {*change.rows.slots[drafted > 0].tolist()}
+        return notes._replace(settled=[slot for slot in notes.settled if slot not in still])
 
     def _check(
         self,
@@ -371,8 +391,9 @@ class SlotTable:
             return members
         ended, slot_of_new = members.ended, members.slot_of_new
         decoding = () if steady is None else steady.req_ids
+        drafts = StepDrafts.of(output)
         rows = self._rows.check(
-            counts, members.slots, new, slot_of_new, output.num_samples, decoding
+            counts, members.slots, new, slot_of_new, output.num_samples, decoding, drafts
         )
         if isinstance(rows, StepFault):
             return rows
@@ -388,7 +409,7 @@ class SlotTable:
         )
         if isinstance(blocks, StepFault):
             return blocks
-        return _Change(members, blocks, rows, total, sampling)
+        return _Change(members, blocks, rows, total, sampling, drafts)
 
     def _members(
         self,
@@ -507,22 +528,25 @@ class SlotTable:
 
     def _encode_change(
         self,
-        steady: SteadyRequests | None,
+        scheduled: bytes,
         change: _Change,
         tokens: Sequence[Frame],
         resync: bytes | None,
+        notes: RowNotes,
         ids: tuple[int, int, int],
     ) -> list[Frame] | StepFault:
-        """Encode a checked step."""
+        """Encode a checked step. scheduled: its slots as a bitmap."""
         rows, new, slot_of_new = change.rows, change.members.new, change.members.slot_of_new
-        bits = np.zeros(self.capacity, np.bool_) if steady is None else steady.bits.copy()
-        bits[rows.slots] = True
+        drafts, draft_ids = b"", b""
+        if rows.num_drafts is not None:
+            drafts = _pairs(rows.slots, rows.num_drafts, rows.num_drafts > 0)
+            draft_ids = change.drafts.token_column(rows.drafted_ids)
         message = ExecuteModel(
             epoch=ids[0],
             link=ids[1],
             seq=ids[2],
             total_num_scheduled_tokens=change.total,
-            scheduled=pack_bits(bits),
+            scheduled=scheduled,
             num_scheduled_tokens=_pairs(rows.slots, rows.num_scheduled, rows.num_scheduled != 1),
             new_block_slots=change.blocks.given.slots,
             new_block_ids=change.blocks.given.ids,
@@ -532,20 +556,26 @@ class SlotTable:
             resync=resync,
             deferred=change.sampling.bitmap,
             extensions=change.sampling.extensions,
-            corrections=self._rows.corrections(change.members.ended),
+            corrections=notes.corrections,
+            num_drafts=drafts,
+            draft_token_ids=draft_ids,
+            settled=named(notes.settled) if notes.settled else b"",
             num_samples=_pairs(rows.slots, rows.num_samples, rows.num_samples > 1),
         )
         return encode_checked(message, [*tokens, *change.sampling.frames], new, self._limits)
 
-    def count_refused(self, step: EncodedStep, refused: Mapping[str, int]) -> None:
-        """Record tokens that a step counted for requests, but that they did not gain: a later step
-        corrects the workers."""
-        for req_id, count in refused.items():
+    def take_outcome(self, step: EncodedStep, result: StepResult) -> None:
+        """Record tokens that a step counted for requests, but that they did not gain, and which
+        outcomes of drafts are known: a later step tells the workers."""
+        refused, drafts = result.refused, result.drafts
+        for req_id in {**refused, **drafts}:
             slot = self._slot_of.get(req_id)
             if slot is not None:
-                self._rows.count_refused(slot, step.seq, count)
+                had_drafts = req_id in drafts
+                count = refused.get(req_id, 0)
+                self._rows.take_outcome(slot, step.seq, count, had_drafts=had_drafts)
 
-    def _apply(self, change: _Change, seq: int) -> None:
+    def _apply(self, change: _Change, notes: RowNotes, seq: int) -> None:
         """Account for a checked and encoded step; nothing here can fail."""
         members = change.members
         if members.ended_ids:
@@ -553,6 +583,7 @@ class SlotTable:
         slots = list(members.slot_of_new.values())
         self._blocks.apply(change.blocks, slots)
         self._rows.apply(change.rows, members.new, slots, seq)
+        self._rows.tell(notes)
         if members.new:
             self._admit(members, slots)
         if self._must_resync:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rpc_schema.codec import MAX_STEP_BYTES, Frame, decode_step, encode_step
-from rpc_schema.config import MAX_SAMPLES_PER_SEQ
+from rpc_schema.config import MAX_DRAFTS, MAX_SAMPLES_PER_SEQ
 from rpc_schema.errors import TooLargeError, WireError
 from rpc_schema.extensions import RequestExtension, extension_of
 from rpc_schema.kv_cache import BlockGroup, block_groups, border_tokens
@@ -91,6 +91,8 @@ class GroupLimits:
     """Blocks of the first group from a border to the next; 0: there are no checkpoints of
     states."""
     max_samples_per_seq: int = MAX_SAMPLES_PER_SEQ
+    num_speculative_tokens: int = MAX_DRAFTS
+    """Most drafts of a request in a step; 0: steps have none."""
 
     @cached_property
     def bounds(self) -> ModelBounds:
@@ -147,6 +149,8 @@ def shape_fault(output: SchedulerOutput, num_slots: int = MAX_SLOTS) -> StepFaul
         ("preempted_req_ids", output.preempted_req_ids, Iterable, MAX_STEP_BLOCKS, sequence),
         ("decode_req_ids", output.decode_req_ids, tuple, num_slots, of_ids),
         ("num_samples", output.num_samples, Mapping, num_slots, mapping),
+        ("num_drafts", output.num_drafts, Mapping, num_slots, mapping),
+        ("draft_token_ids", output.draft_token_ids, Mapping, num_slots, mapping),
     ):
         fault = size_fault(field, value, kind, fix, most)
         if fault is not None:

@@ -88,8 +88,8 @@ class RunTimes:
 
 
 def _kind(output: SchedulerOutput) -> StepKind:
-    decodes = bool(output.decode_req_ids)
-    others = bool(output.num_scheduled_tokens)
+    decodes = bool(output.decode_req_ids or output.num_drafts)
+    others = len(output.num_scheduled_tokens) > len(output.num_drafts)
     if decodes and others:
         return "mixed"
     if not decodes and not others:

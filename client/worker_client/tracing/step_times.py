@@ -39,9 +39,9 @@ class StepHistory:
         if output is not None:
             generation = len(output.decode_req_ids)
             if output.num_scheduled_tokens:
-                counts = output.num_scheduled_tokens.values()
-                context = sum(count for count in counts if count != 1)
-                generation += sum(counts) - context
+                counts, drafted = output.num_scheduled_tokens, output.num_drafts
+                context = sum(n for name, n in counts.items() if n != 1 and name not in drafted)
+                generation += sum(counts.values()) - context
         times = self._unsettled[seq] = _Times(seq, began_ns, now_ns, context, generation)
         self._times.append(times)
 

@@ -17,7 +17,7 @@ from tests.support.exhaustive import seeds
 from tests.support.fake_daemon import bitmap
 from worker_client.errors import InvalidSchedulerOutput
 from worker_client.requests import SamplingParams
-from worker_client.scheduler_output import NewRequest, SchedulerOutput
+from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
 from worker_client.steps.masks import StepMasks
 from worker_client.steps.slots import MAX_ADMITTED_TOKENS, SlotTable
 from worker_client.steps.step_checks import GroupLimits
@@ -388,12 +388,12 @@ def test_refused_tokens_lower_the_bounds_of_the_request_that_refused_them():
     result = table.decode(first, reply, [])
     assert (list(result.req_ids), list(result.token_ids)) == (["b"], [7])
     assert result.refused == {"a": 1}
-    table.count_refused(first, result.refused)
+    table.take_outcome(first, result)
     third = table.encode(SchedulerOutput(decode_req_ids=ids), **IDS, seq=3)
     assert np.frombuffer(read(third).corrections, "<i4").tolist() == [0, 1]
     fourth = table.encode(SchedulerOutput(decode_req_ids=ids), **IDS, seq=4)
     assert read(fourth).corrections == b""
-    table.count_refused(second, {"a": 1, "b": 1})
+    table.take_outcome(second, StepResult((), (), refused={"a": 1, "b": 1}))
     again = SchedulerOutput(
         {"a": 2, "b": 1},
         finished_req_ids=["a"],
@@ -401,7 +401,9 @@ def test_refused_tokens_lower_the_bounds_of_the_request_that_refused_them():
     )
     fifth = table.encode(again, **IDS, seq=5)
     assert np.frombuffer(read(fifth).corrections, "<i4").tolist() == [1, 1]
-    table.count_refused(third, {"a": 1})  # of the request that had the slot before
+    table.take_outcome(
+        third, StepResult((), (), refused={"a": 1})
+    )  # of the request that had the slot before
     table.require_resync()
     sixth = table.encode(SchedulerOutput(decode_req_ids=ids), **IDS, seq=6)
     assert read(sixth).corrections == b""
