@@ -205,7 +205,7 @@ class StepLadder(ExactShapes):
 
     @property
     def plans(self) -> list[StepPlan]:
-        """All padded plans: the mixed ones, then decodes with drafts, then the others, each with the
+        """All padded plans: the mixed ones, decodes with drafts, then the others, each with the
         largest first."""
         decodes = [plan for plans in reversed(self._decodes) for plan in reversed(plans)]
         return [*reversed(self._mixed), *reversed(self._drafted), *decodes]
@@ -308,7 +308,7 @@ def largest_shape(limits: StepLimits) -> StepShape:
 def drafted_counts(most: int) -> list[int]:
     """Return the numbers of drafts, up to `most`, for which decodes have plans."""
     counts = {1, 2, 3, 4, 6, 8, 12, 15, most}
-    return sorted(count for count in counts if count <= min(most, 15))
+    return sorted(count for count in counts if 0 < count <= min(most, 15))
 
 
 def _drafted_plan(size: int, queries: int, longest: int, num_groups: int) -> StepPlan:
