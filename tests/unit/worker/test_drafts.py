@@ -21,6 +21,16 @@ PARAMS = {
     "random": NOISY,
     "reported": SamplingParams(temperature=0.7, seed=3, logprobs=2),
     "biased": SamplingParams(logit_bias={7: 3.0}, allowed_token_ids=tuple(range(0, VOCAB, 3))),
+    "penalized": SamplingParams(
+        # Of few tokens, most are often penalized or banned.
+        allowed_token_ids=(5, 60, 70, 80, 90),
+        frequency_penalty=0.3,
+        repetition_penalty=1.2,
+        bad_words=((5, 60), (60, 70, 5), (70, 70), (90, 80)),
+    ),
+    "long": SamplingParams(
+        temperature=0.9, seed=6, min_tokens=12, stop_token_ids=tuple(range(0, VOCAB, 2))
+    ),
 }
 
 
