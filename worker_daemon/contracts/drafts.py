@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 class Verified(NamedTuple):
-    """What sequences gain of their samples: those up to the first that differs from the draft
-    after it. On the device."""
+    """The samples that sequences gain: those up to the first that differs from the draft after it.
+    On the device."""
 
     gained: Tensor
     """int64 [Q, 1 + K] the tokens of each sequence, oldest first; then NO_TOKEN."""
