@@ -21,6 +21,9 @@ _PLACE_BITS: Final = 40
 """Lower bits of a score, which hold the place. Above them are a bit for places in the row's text,
 and the length of the match."""
 
+_MOST_COMPARED: Final = 1 << 22
+"""Kept tokens, each for one row, that are compared at a time: 32 MB for a column of them."""
+
 
 def keep_tokens(kept: KeptTable, rows: Tensor, token_ids: Tensor, counts: Tensor) -> None:
     """See TextKernels.keep."""
@@ -65,6 +68,12 @@ class _Places(NamedTuple):
 
 def vote(table: TextTable, kept: KeptTable, rows: Tensor, matching: Matching) -> Tensor:
     """See TextKernels.vote."""
+    at_once = max(1, _MOST_COMPARED // kept.tokens.numel())
+    pieces = torch.split(rows, at_once)
+    return torch.cat([_vote(table, kept, some, matching) for some in pieces])
+
+
+def _vote(table: TextTable, kept: KeptTable, rows: Tensor, matching: Matching) -> Tensor:
     num_seqs, num_drafts = rows.shape[0], matching.num_drafts
     drafts = torch.zeros((num_seqs, num_drafts), dtype=torch.int64, device=rows.device)
     lengths = table.lengths[rows.long()].long()

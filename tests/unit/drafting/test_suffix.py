@@ -53,6 +53,13 @@ def test_the_oldest_output_goes():
     check_suffix(drafter_of(config, 40), requests, config, CPU, num_steps=14, longest=9)
 
 
+def test_rows_that_are_searched_in_parts():
+    """Among many kept tokens, the rows of a step are searched a few at a time."""
+    config = suffix(2, kept=1 << 21)
+    requests = RandomRequests(np.random.default_rng(4), 7, 60, 2, 4)
+    check_suffix(drafter_of(config, 7, 60), requests, config, CPU, num_steps=5, longest=9)
+
+
 def test_the_token_that_followed_most_often_counts():
     drafter = drafter_of(suffix(2))
     for row, after in ((0, [8, 1]), (1, [7, 2]), (2, [8, 3])):
