@@ -49,7 +49,7 @@ class SamplerOutput:
     """int32 [Q], the number of samples that a row does not gain although the step counted them, the
     last ones; None if no row has drafts, or uses a part that may refuse."""
     gained: Gained | None = None
-    """What rows gain in a step with drafts."""
+    """Tokens that rows gain in a step with drafts."""
     total: Tensor | None = None
     """int32 [Q], in a step with drafts: each row's refusals so far."""
 
