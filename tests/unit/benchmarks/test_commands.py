@@ -1,11 +1,16 @@
-"""The checkouts that benchmarks compare find what PYTHONPATH names."""
+"""The commands that benchmarks start: their options are those of worker-client, and the checkouts
+that they compare find what PYTHONPATH names."""
 
 import os
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks import compare_steps
+from benchmarks.e2e import group_options
+from worker_client.__main__ import app
+from worker_client.errors import ClientConfigError
 
 CONTROL_PLANE = """
 import only_on_the_path
@@ -23,6 +28,14 @@ class DaemonGroup:
     def close(self): pass
 """
 """benchmarks/control_plane.py of a checkout, without its daemons."""
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1, "17,15"), (1, 2, "", ("--enforce-eager",))])
+def test_options_of_a_group_are_options_of_worker_client(sizes, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    command = ["bench", "--model", str(tmp_path), *group_options(*sizes)]
+    with pytest.raises(ClientConfigError, match="nothing to generate for"):
+        CliRunner().invoke(app, command, catch_exceptions=False)
 
 
 def test_compared_checkouts_find_packages_of_the_path(tmp_path, monkeypatch):
