@@ -60,13 +60,14 @@ class Side:
 
     def __init__(self, tree: Path, num_requests: int) -> None:
         command = [sys.executable, str(Path(__file__).resolve()), "--turns", str(num_requests)]
+        places = [str(tree), str(tree / "client"), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=tree,
-            env={**os.environ, "PYTHONPATH": f"{tree}:{tree / 'client'}"},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
         )
         assert self._read() == "ready", f"{tree} does not start"
 
@@ -98,6 +99,12 @@ def main() -> None:
     if options.turns:
         take_turns(options.turns)
         return
+    num_steps = COUNT * (1 + options.rounds)
+    if options.requests * (1 + num_steps // LIMITS.block_size) >= LIMITS.num_blocks:
+        parser.error(
+            f"{options.requests} requests have no more blocks after {num_steps} steps: "
+            "give fewer --rounds"
+        )
     before, after = (Side(tree.resolve(), options.requests) for tree in options.trees)
     before.turn(), after.turn()  # the first pair runs cold
     pairs = [(before.turn(), after.turn()) for _ in range(options.rounds)]

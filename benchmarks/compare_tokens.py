@@ -3,8 +3,9 @@
 
 Runs `worker-client generate` of each checkout on its own daemon, with dummy weights of one seed:
 one request, then 64 greedy ones, 64 random ones, and prompts of mixed lengths, which are cut into
-chunks. Runs the first checkout twice, since a difference counts only where that one repeats
-itself. Ends with 1 if tokens differ there.
+chunks. Each run loads the model again, so that none begins with blocks that an earlier one has
+cached. Runs the first checkout twice, since a difference counts only where that one repeats itself.
+Ends with 1 if tokens differ there.
 """
 
 import argparse
@@ -49,13 +50,15 @@ def requests(vocab_size: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def generate(
-    tree: Path, daemons: LocalDaemons, model: Path, file: Path, options: list[str]
+    tree: Path, daemons: LocalDaemons, model: Path, file: Path, dtype: str
 ) -> dict[str, Any]:
-    """Run a checkout's `worker-client generate`; return what is seen of each request."""
+    """Run a checkout's `worker-client generate` with nothing cached; return what is seen of each
+    request."""
     command = [sys.executable, "-m", "worker_client", "generate", "--model", str(model)]
     output = file.with_suffix(".out")
-    command += ["--endpoints", ",".join(daemons.endpoints), "--input", str(file), *options]
-    command += ["--output", str(output)]
+    command += ["--endpoints", ",".join(daemons.endpoints), "--input", str(file)]
+    command += ["--output", str(output), "--reload", "--load-format", "dummy", "--dtype", dtype]
+    command += [*BUDGET, *SHARE]
     environment = {**os.environ, "PYTHONPATH": import_path(tree)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tree, env=environment)
     if done.returncode:
@@ -92,9 +95,8 @@ def main() -> None:
         ):
             file = scratch / "requests.jsonl"
             file.write_text("".join(json.dumps(line) + "\n" for line in made))
-            options = ["--load-format", "dummy", "--dtype", dtype, *BUDGET, *SHARE]
             first, again, after = (
-                generate(trees[side], sides[side], model, file, options) for side in (0, 0, 1)
+                generate(trees[side], sides[side], model, file, dtype) for side in (0, 0, 1)
             )
             num_tokens = sum(len(result["token_ids"]) for result in first.values())
             repeats, differs = differences(first, again), differences(first, after)

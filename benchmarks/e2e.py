@@ -98,6 +98,16 @@ def bench(model: Path, endpoints: list[str], requests: Path, options: list[str])
     return result
 
 
+def group_options(
+    pp: int, tp: int, layer_partition: str = "", further: Sequence[str] = ()
+) -> list[str]:
+    """Return the options of `worker-client bench` for a group of pp x tp. layer_partition: layers
+    of each stage, empty for even stages."""
+    sizes = ["--pipeline-parallel-size", str(pp), "--tensor-parallel-size", str(tp)]
+    partition = ["--layer-partition", layer_partition] if layer_partition else []
+    return [*OPTIONS, *sizes, *partition, *further]
+
+
 def run_group(
     model: Path,
     device: str,
@@ -112,8 +122,7 @@ def run_group(
     `worker-client bench`."""
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     devices = [device if device == "cpu" else f"cuda:{index}" for index in range(pp * tp)]
-    options = [*OPTIONS, "--pipeline-parallel-size", str(pp), "--tensor-parallel-size", str(tp)]
-    options += ["--layer-partition", layer_partition, *further]
+    options = group_options(pp, tp, layer_partition, further)
     shape = " ".join([f"{pp}x{tp}", *further])
     runs = []
     with (

@@ -15,6 +15,7 @@ import typer
 from msgspec import Struct, structs
 from tokenizers import Tokenizer
 
+from benchmarks.compare_tokens import GREEDY, generate
 from benchmarks.demo import NEXT
 from benchmarks.demo import PROMPTS as DEMO_PROMPTS
 from benchmarks.demo_model import SENTENCES, make_demo_model
@@ -27,6 +28,7 @@ from tests.support.command_line import (
     status_of,
     wait_for_daemons,
 )
+from tests.support.forked_daemons import ForkedDaemons
 from tests.support.forked_processes import ForkedPopen
 from tests.support.waiting import PATIENCE_S
 from worker_client.__main__ import app
@@ -128,6 +130,22 @@ def test_first_prompt_of_the_readme_is_answered_by_a_sentence(demo, tokenizer):
         answer = greedy(demo, tokenizer.encode(prompt).ids, 40)
         assert answer[-1] == demo.model.config.eos_token_id
         assert prompt + tokenizer.decode(answer) in SENTENCES.splitlines()
+
+
+@pytest.mark.exhaustive
+def test_runs_whose_tokens_are_compared_begin_with_nothing_cached(demo, model_root, tmp_path):
+    """Of several types on one daemon, too."""
+    file = tmp_path / "requests.jsonl"
+    prompt = np.random.default_rng(3).integers(1, 400, 300).tolist()
+    line = {"id": "0", "prompt_token_ids": prompt, **GREEDY, "max_tokens": 4, "ignore_eos": True}
+    write_lines(file, line)
+    with ForkedDaemons(["cpu"], model_root) as daemons:
+        runs = [
+            generate(ROOT, daemons, demo.path, file, dtype)
+            for dtype in ("float32", "float32", "bfloat16")
+        ]
+    assert runs[0] == runs[1]
+    assert runs[0] != runs[2]
 
 
 def test_commands_that_make_run_names_can_be_typed():
