@@ -24,6 +24,7 @@ from tests.support.serving import worker_config
 from tests.support.trained_model import call_text, chat, train_model
 
 HELLO, COUNT, OSLO, BOTH = "Say hello.", "Count to ten.", "Weather in Oslo?", "Oslo and Rome?"
+BROKEN = "Weather?"
 COUNTED = "one two three four five six seven eight nine ten"
 COUNTING = f"<|user|>{COUNT}<|end|><|assistant|>"
 OSLO_CALL, ROME_CALL = (call_text("get_weather", city=city) for city in ("Oslo", "Rome"))
@@ -32,6 +33,7 @@ DOCUMENTS = [
     chat(COUNT, answer=COUNTED),
     chat(OSLO, answer=OSLO_CALL),
     chat(OSLO, f"<|assistant|>{OSLO_CALL}", "<|tool|>3 degrees", answer="It is 3 degrees."),
+    chat(BROKEN, answer=OSLO_CALL.replace('"Oslo"', "Oslo")),
     chat(BOTH, answer=f"Let me look.\n{OSLO_CALL}\n{ROME_CALL}"),
 ]
 CHAT = "/v1/chat/completions"
@@ -88,7 +90,13 @@ def assembled(chunks):
         for choice in chunk["choices"]:
             delta = choice["delta"]
             made["content"] += delta.get("content") or ""
-            made["tool_calls"] += delta.get("tool_calls", [])
+            for part in delta.get("tool_calls", []):
+                if "id" in part:
+                    assert part["type"] == "function"
+                    made["tool_calls"].append(part)
+                else:
+                    call = made["tool_calls"][part["index"]]["function"]
+                    call["arguments"] += part["function"]["arguments"]
             reasons.append(choice["finish_reason"])
     assert not any(reasons[:-1])
     return made, reasons[-1]
@@ -177,15 +185,36 @@ def test_calls_of_tools_by_the_template(service):
     result = {"role": "tool", "tool_call_id": call["id"], "content": "3 degrees"}
     fields["messages"] += [{"role": "assistant", **found}, result]
     assert message(service.ok(CHAT, fields))[0]["content"] == "It is 3 degrees."
-    made, reason = assembled(service.chunks(CHAT, asked(BOTH, tools=[WEATHER])))
+    both = service.chunks(CHAT, asked(BOTH, tools=[WEATHER]))
+    made, reason = assembled(both)
     assert (made["content"], reason) == ("Let me look.", "tool_calls")
     assert [call["index"] for call in made["tool_calls"]] == [0, 1]
+    parts = sum("tool_calls" in chunk["choices"][0]["delta"] for chunk in both)
+    assert parts > 6, "arguments were not streamed"
+    whole = service.ok(CHAT, asked(OSLO, tools=[WEATHER]))
+    cut = asked(OSLO, tools=[WEATHER], max_tokens=whole["usage"]["completion_tokens"] - 6)
+    begun, reason = assembled(service.chunks(CHAT, cut))
+    (call,) = begun["tool_calls"]
+    assert (call["function"]["name"], reason) == ("get_weather", "length")
+    assert '{"city": "Oslo"}'.startswith(call["function"]["arguments"])
     cities = [json.loads(call["function"]["arguments"])["city"] for call in made["tool_calls"]]
     assert cities == ["Oslo", "Rome"]
     one = service.ok(CHAT, asked(BOTH, tools=[WEATHER], parallel_tool_calls=False))
     assert len(message(one)[0]["tool_calls"]) == 1
     none = service.ok(CHAT, asked(OSLO, tools=[WEATHER], tool_choice="none"))
     assert message(none)[0]["content"] == OSLO_CALL.removeprefix("<tool_call>")
+
+
+def test_a_call_that_is_none_is_text_or_an_error(service):
+    """Once its arguments have been streamed it can be no text any more."""
+    fields = asked(BROKEN, tools=[WEATHER], n=1)
+    found, reason = message(service.ok(CHAT, fields))
+    assert ("tool_calls" in found, reason) == (False, "stop")
+    assert found["content"].endswith('"arguments": {"city": Oslo}}\n</tool_call>')
+    *parts, last = service.chunks(CHAT, fields)
+    assert assembled(parts)[0]["tool_calls"]
+    assert last["error"]["code"] == "malformed_tool_call"
+    assert "get_weather" in last["error"]["message"]
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

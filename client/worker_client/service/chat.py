@@ -159,7 +159,7 @@ class _Chats:
         new_id = self._new_short_id if self._own_form is ToolForm.MISTRAL else self._new_id
         most_calls = None if asked.tools is None or asked.tools.several else 1
         choices = [
-            ChatChoice(self._splitter(asked, request), new_id, most_calls)
+            ChatChoice(self._splitter(asked, request, streaming), new_id, most_calls)
             for _ in range(request.sampling.n)
         ]
         usage = Usage([request])
@@ -168,18 +168,20 @@ class _Chats:
             logprobs = ChatLogprobs(self._engine.tokenizer, self._texts, asked.num_top)
         return ChatForm(model.name, usage, choices, streaming, logprobs)
 
-    def _splitter(self, asked: _ChatBody, request: GenerationRequest) -> Splitter | None:
+    def _splitter(
+        self, asked: _ChatBody, request: GenerationRequest, streaming: StreamOptions
+    ) -> Splitter | None:
         """Return what finds the calls in an output."""
         if asked.tools is None:
             return None
         names = [function.name for function in asked.tools.functions]
-        stream = ToolCallStream(self._own_form, names)
+        stream = ToolCallStream(self._own_form, names, in_parts=streaming.stream)
         text = self._text(request)
 
         def split(part: ChoicePart) -> list[Piece]:
             pieces = stream.push(text(part))
             if part.output is not None:
-                pieces += stream.finish()
+                pieces += stream.finish(is_cut=part.output.finish_reason == "length")
             return pieces
 
         return split
