@@ -205,6 +205,31 @@ def test_calls_of_tools_by_the_template(service):
     assert message(none)[0]["content"] == OSLO_CALL.removeprefix("<tool_call>")
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_calls_of_strict_functions_follow_their_schemas(service, is_streamed):
+    """The model would write Oslo, and behind it Rome; text around the calls is its own."""
+    place = {**CITY, "properties": {"city": {"enum": ["Rome", "Paris"]}}}
+    strict = {"type": "function", "function": {"name": "get_weather", "strict": True}}
+    strict["function"]["parameters"] = place
+    free = {"type": "function", "function": {**WEATHER["function"], "strict": False}}
+    for content, tools, text, cities in [
+        (BOTH, [strict, NOW], "Let me look.", {"Rome", "Paris"}),
+        (BOTH, [free, NOW], "Let me look.", {"Oslo", "Rome"}),
+        (HELLO, [strict], "Hello, world.", set()),
+    ]:
+        fields = asked(content, tools=tools, max_tokens=200)
+        if is_streamed:
+            found, reason = assembled(service.chunks(CHAT, fields))
+        else:
+            found, reason = message(service.ok(CHAT, fields))
+        assert (found["content"], reason) == (text, "tool_calls" if cities else "stop")
+        calls = [each["function"] for each in found.get("tool_calls", [])]
+        assert {json.loads(call["arguments"])["city"] for call in calls} <= cities
+        assert bool(calls) == bool(cities)
+    one = asked(BOTH, tools=[strict], parallel_tool_calls=False, max_tokens=200)
+    assert len(message(service.ok(CHAT, one))[0]["tool_calls"]) == 1
+
+
 def test_a_call_that_is_none_is_text_or_an_error(service):
     """Once its arguments have been streamed it can be no text any more."""
     fields = asked(BROKEN, tools=[WEATHER], n=1)
@@ -277,6 +302,8 @@ BAD_CHATS = {
     "a tool": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     "a name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]},
                "tools[0].function.name"),
+    "strict": ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]},
+               "tools[0].function.strict"),
     "twice": ({"tools": [NOW, NOW]}, "tools[1].function.name"),
     "no tools": ({"tool_choice": "required"}, "tool_choice"),
     "a choice": ({"tools": [NOW], "tool_choice": "any"}, "tool_choice"),
@@ -289,6 +316,8 @@ BAD_CHATS = {
     "a long schema": ({"response_format": {"type": "json_schema", "json_schema": LONG_SCHEMA}},
                       "response_format.json_schema.schema"),
     "a bad tool": ({"tools": [BAD_TOOL], "tool_choice": "required"}, "tools"),
+    "a strict tool": ({"tools": [{**BAD_TOOL, "function": {**BAD_TOOL["function"],
+                                                           "strict": True}}]}, "tools"),
     "a deep tool": ({"tools": [DEEP_TOOL], "tool_choice": "required"}, "tools"),
     "no schema": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     "variables": ({"chat_template_kwargs": 3}, "chat_template_kwargs"),

@@ -31,7 +31,7 @@ class CallScan:
         name in front of them they never are. named: the function whose arguments this is."""
         self.is_done = False
         self.parts: list[ArgumentsPart] = []
-        """What has come of arguments. Whoever reads it takes it away."""
+        """Arguments since the last look: its reader takes them away."""
         self._accepts = accepts
         self._named = named if named and accepts(named) else ""
         self._depth = 0

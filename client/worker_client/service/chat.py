@@ -33,7 +33,7 @@ from worker_client.service.tool_calls import (
     detected_form,
     marks_of,
 )
-from worker_client.service.tool_grammar import call_grammar, written_marks
+from worker_client.service.tool_grammar import call_grammar, text_grammar, written_marks
 
 _OWN: Final = (
     *TEMPLATE_FIELDS,
@@ -122,21 +122,24 @@ class _Chats:
         return _ChatBody(prompt, options, tools, num_top, names)
 
     def _hold_to_calls(self, tools: ChatTools, options: dict[str, Json]) -> None:
-        """Let an output that must be calls be nothing else."""
-        if tools.is_required:
-            options["structured_outputs"] = {"grammar": self._grammar(tools)}
-        elif self._form is None:
+        """Let an output that must be calls be nothing else, and one that may have strict calls have
+        no others."""
+        if not tools.is_required and self._form is None:
             problem = "the chat template shows no form of calls that is known here"
             fix = 'give tool_choice: "required" or "none", or start the server with '
             forms = ", ".join(ToolForm)
             raise request_error(
                 "tool_choice", "auto", problem, f"{fix}--tool-call-parser ({forms})"
             )
+        if tools.is_required:
+            options["structured_outputs"] = {"grammar": self._grammar(call_grammar, tools)}
+        elif any(function.is_strict for function in tools.functions):
+            options["structured_outputs"] = {"grammar": self._grammar(text_grammar, tools)}
 
-    def _grammar(self, tools: ChatTools) -> str:
+    def _grammar(self, grammar: Callable[..., str], tools: ChatTools) -> str:
         own = tools.functions, self._written
         try:
-            return call_grammar(self._own_form, *own, several=tools.several)
+            return grammar(self._own_form, *own, several=tools.several)
         except RecursionError:
             problem, fix = "a schema is nested too deeply", "flatten it"
             raise request_error("tools", len(tools.functions), problem, fix) from None

@@ -293,7 +293,7 @@ class _OpenCall:
 
     @property
     def said(self) -> list[ToolCall]:
-        """What has been passed on."""
+        """Calls as far as they have been passed on."""
         return [ToolCall(name, "".join(texts)) for name, texts in self._said]
 
     @property
