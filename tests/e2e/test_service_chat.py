@@ -54,6 +54,9 @@ NOW = {"type": "function", "function": {"name": "now"}}
 def model(model_root):
     path = model_root / "trained"
     train_model(path, DOCUMENTS)
+    generation = path / "generation_config.json"
+    own = json.loads(generation.read_text())
+    generation.write_text(json.dumps({**own, "temperature": 2.0, "top_k": 1}))
     with (path / "chat_template.jinja").open("a") as file:
         file.write(BOMB)
     return path
@@ -119,6 +122,16 @@ def test_answers_whole_and_in_chunks(service):
         usage["completion_tokens"] == service.ok(CHAT, asked(COUNT))["usage"]["completion_tokens"]
     )
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
+
+
+def test_sampling_defaults_are_those_of_the_checkpoint(service):
+    """The most likely token alone, unless a body says otherwise."""
+    assert message(service.ok(CHAT, said(COUNT)))[0]["content"] == COUNTED
+    drawn = {**said(COUNT), "top_k": -1, "n": 4, "max_tokens": 12}
+    found = service.ok(CHAT, drawn)["choices"]
+    assert len({choice["message"]["content"] for choice in found}) > 1
+    prompt = {"prompt": COUNTING, "max_tokens": 40}
+    assert service.ok("/v1/completions", prompt)["choices"][0]["text"] == COUNTED
 
 
 def test_options_of_chats(service):

@@ -107,7 +107,7 @@ class _Chats:
         if "response_format" in fields:
             format_field = "response_format"
             names |= FORMAT_NAMES
-        options = take_options(fields)
+        options = take_options(fields, self._engine.sampling_defaults)
         if most is not None:
             options["max_tokens"] = most
         if num_top is not None:

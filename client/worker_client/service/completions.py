@@ -53,7 +53,7 @@ def completions_router(context: ServiceContext) -> APIRouter:
         model = engine.take_model(fields)
         streaming = take_stream_options(fields)
         asked = _Asked(fields, settings.max_prompts)
-        options = take_options(fields)
+        options = take_options(fields, engine.sampling_defaults)
         fields.check_empty((*OPTIONS, *_OWN))
         asked.check_best_of(options)
         names = FORMAT_NAMES if asked.has_format else {}

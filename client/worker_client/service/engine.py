@@ -28,6 +28,7 @@ from worker_client.scheduler.reference import OVERDUE
 from worker_client.scheduler_output import Logprobs
 from worker_client.service.errors import HttpError, unknown_model
 from worker_client.service.fields import BodyFields
+from worker_client.service.generation_defaults import sampling_defaults
 from worker_client.service.launch import OpenedGroup, ServedGroup, open_group
 from worker_client.service.metrics.counts import ServiceCounts
 from worker_client.service.settings import ServiceSettings
@@ -73,7 +74,8 @@ class Engine:
         """Read what can be read before anything is loaded.
 
         Raises:
-            ClientConfigError: there is no tokenizer, or it cannot be read.
+            ClientConfigError: there is no tokenizer, or it or generation_config.json cannot be
+                read.
         """
         self.plan = plan
         self.names = settings.names or (plan.model.name,)
@@ -89,6 +91,8 @@ class Engine:
             self.template = load_chat_template(plan.model)
         except ClientConfigError as error:  # told to those who chat
             self.template = error
+        self.sampling_defaults = sampling_defaults(plan.model, settings.generation_config)
+        """Sampling options of requests that say nothing else."""
         self.phase = "STARTING"
         """Phase of the start, for operators."""
         self.max_unfinished = plan.config.scheduler.max_num_seqs + settings.max_queue
