@@ -660,14 +660,25 @@ def test_a_signal_ends_a_server_that_loads(model, directory):
 
 def test_daemons_of_its_own_are_restarted_and_end_with_it(model, directory, cases, expected):
     """A stream goes on with the same tokens when a daemon is killed, and its adapter is loaded
-    again. A second signal ends the server at once, as `kill -9` would: no process is left
+    again; without requests it is restarted too. A second signal ends the server at once, as `kill -9` would: no process is left
     behind."""
     own = directory / "own"
     own.mkdir()
     write_adapter(model, own / "adapters" / "first", rank=4, seed=1)
     adapters = ("--lora-root", str(own / "adapters"), "--max-loras", "1", "--lora", "first")
     with running(own, "--model", str(model), "--device", "cpu", *adapters) as service:
-        (daemon,) = [each for each in processes_of(own) if "worker_daemon" in each.cmdline()]
+
+        def daemons():
+            return [each for each in processes_of(own) if "worker_daemon" in each.cmdline()]
+
+        async def restart_idle_one():
+            (killed,) = daemons()
+            killed.kill()
+            async with asyncio.timeout(LIMIT_S):
+                while not [each for each in daemons() if each != killed]:
+                    await asyncio.sleep(0.05)
+
+        (daemon,) = daemons()
 
         async def main():
             async with service.client() as client:
@@ -681,7 +692,9 @@ def test_daemons_of_its_own_are_restarted_and_end_with_it(model, directory, case
                 found, _ = await streamed(client, cases[-1], daemon.kill)
                 after = await post(client, adapted)
                 assert before["model"] == after["model"] == "first"
-                assert before["choices"] == after["choices"]
+                await restart_idle_one()
+                meanwhile = await post(client, adapted)
+                assert before["choices"] == after["choices"] == meanwhile["choices"]
                 assert before["choices"][0]["text"] != found[0][0]
                 stream = events(client, long_case(0))
                 await anext(stream)

@@ -1,4 +1,4 @@
-"""Grammars of outputs that call functions, and have no other text or any: in the form that the model
+"""Grammars of outputs that call functions, with other text or without: in the form that the model
 writes calls in, with arguments by the functions' schemas. Pure."""
 
 import json
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from worker_client.service.tool_calls import CALL_MARK, ToolForm, marks_of
+from worker_client.service.tool_calls import ToolForm, marks_of
 
 ARGUMENTS_MARK: Final = "[ARGS]"
 """Between name and arguments, in newer tokenizers of Mistral."""
