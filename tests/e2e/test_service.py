@@ -660,8 +660,8 @@ def test_a_signal_ends_a_server_that_loads(model, directory):
 
 def test_daemons_of_its_own_are_restarted_and_end_with_it(model, directory, cases, expected):
     """A stream goes on with the same tokens when a daemon is killed, and its adapter is loaded
-    again; without requests it is restarted too. A second signal ends the server at once, as `kill -9` would: no process is left
-    behind."""
+    again; without requests it is restarted too. A second signal ends the server at once, as
+    `kill -9` would: no process is left behind."""
     own = directory / "own"
     own.mkdir()
     write_adapter(model, own / "adapters" / "first", rank=4, seed=1)

@@ -4,6 +4,7 @@ daemons, against a model that was trained to give these answers, and against tra
 import asyncio
 import base64
 import json
+import re
 
 import jsonschema
 import numpy as np
@@ -349,6 +350,64 @@ def test_bad_chats_name_their_field(service, name):
     found, text = service.refused(CHAT, {**asked(HELLO), **fields})
     assert found == field, text
     assert service.refused(CHAT, {**asked(HELLO), **fields, "stream": True})[0] == field
+
+
+WRONG = ("x", -3, 10**400, 1e9, [], {}, {"a": 1}, True, [[]], [-1], ["x"] * 300, "a b " * 20_000)
+GIVEN = {
+    CHAT: asked(HELLO),
+    "/v1/completions": {"prompt": HELLO, "temperature": 0},
+    "/v1/embeddings": {"input": HELLO},
+    "/v1/score": {"text_1": HELLO, "text_2": COUNT},
+    "/v1/rerank": {"query": HELLO, "documents": [COUNT]},
+    "/tokenize": {"prompt": HELLO},
+    "/detokenize": {"tokens": [1]},
+}
+"""By path, a body that is served."""
+NEEDED = {
+    "stream_options": {"stream": True},
+    "top_logprobs": {"logprobs": True},
+    "tool_choice": {"tools": [NOW]},
+}
+"""Fields that another one must go with."""
+
+
+@pytest.mark.parametrize("path", GIVEN)
+def test_errors_name_a_field_that_was_sent(service, path):
+    """Whatever is wrong with it, and whoever notices."""
+    _, known = service.refused(path, {**GIVEN[path], "unknown": 1})
+    names = re.findall(r"\w+", known.rpartition("this endpoint has ")[2])
+    assert {*GIVEN[path]} <= {*names}, known
+
+    async def main(client):
+        bodies = []
+        for name in names:
+            for value in WRONG:
+                body = {**GIVEN[path], "max_tokens": 2, **NEEDED.get(name, {}), name: value}
+                if "max_tokens" not in names or name == "max_completion_tokens":
+                    del body["max_tokens"]
+                if name == "messages" and "messages" not in GIVEN[path]:
+                    del body["prompt"]  # one of the two
+                bodies.append((name, body))
+        answers = []
+        for _, body in bodies:
+            content = json.dumps(body).encode()
+            answers.append(await client.post(path, content=content))
+        return zip(bodies, answers, strict=True)
+
+    num_refused = 0
+    for (name, body), answer in service.run(main):
+        if answer.status_code != 200:
+            num_refused += 1
+            param = answer.json()["error"]["param"]
+            assert answer.status_code in (400, 404), (body, answer.text)
+            assert re.match(r"\w+", param or "")[0] == name, (str(body)[:200], answer.text[:300])
+    assert num_refused > 4 * len(names)
+
+
+def test_an_error_of_echoed_log_probabilities_names_their_field(service, monkeypatch):
+    monkeypatch.setattr("worker_client.scheduler.request.MAX_PROMPT_LOGPROBS_TOKENS", 1)
+    body = {"prompt": HELLO, "echo": True, "logprobs": 1}
+    assert service.refused("/v1/completions", body)[0] == "logprobs"
 
 
 def test_a_template_that_takes_too_long_holds_up_nobody(service):

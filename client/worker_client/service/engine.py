@@ -272,7 +272,8 @@ class Engine:
         errors."""
         samples = _Samples(request, self.tokenizer, first)
         stream = self.driver.generate(request)
-        with self.counts.counting(request) as counted, renamed({"prompt": field}):
+        names = {"prompt": field, "lora": "model"}
+        with self.counts.counting(request) as counted, renamed(names):
             async with contextlib.aclosing(stream):
                 async for progress in stream:
                     counted.take(progress)

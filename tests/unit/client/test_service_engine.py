@@ -159,6 +159,10 @@ def test_a_refused_request_ends_all_of_its_body_and_names_its_prompt(engine, is_
     with pytest.raises(RequestError, match="it is wrong") as refused:
         parts_of(engine, progress, *map(request, "abc"))
     assert refused.value.field == "prompt[1]"
+    error = request_error("lora", "x", "it is wrong", "mend it")
+    with pytest.raises(RequestError) as refused:
+        parts_of(engine, progress, *map(request, "abc"))
+    assert refused.value.field == "model"
 
 
 def test_samples_begin_with_the_prompts_reports_and_count_it_once(engine):
