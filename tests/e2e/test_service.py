@@ -109,8 +109,9 @@ def cases():
 
 
 @pytest.fixture(scope="module")
-def expected(cases, options, directory):
+def expected(cases, options, directory, kept_service):
     """The texts of each case, by the command."""
+    kept_service.stop()
     source, target = directory / "in.jsonl", directory / "out.jsonl"
     with source.open("w") as file:
         for number, fields in enumerate(cases):
@@ -162,12 +163,41 @@ def running(directory, *options):
         process.wait()
 
 
+class KeptService:
+    """Starts a service when a test needs one and none runs."""
+
+    def __init__(self, *words):
+        self._words = words
+        self._stack = contextlib.ExitStack()
+        self._current = None
+
+    def running(self):
+        if self._current is None or self._current.process.poll() is not None:
+            self.stop()
+            self._current = self._stack.enter_context(running(*self._words))
+        return self._current
+
+    def stop(self):
+        """End it, if one runs, so that a test can use its daemons."""
+        if self._current is not None:
+            self._current.process.send_signal(signal.SIGTERM)
+            self._current.process.wait(LIMIT_S)
+        self._stack.close()
+        self._current = None
+
+
 @pytest.fixture(scope="module")
-def service(expected, options, directory):
+def kept_service(options, directory):
     bounds = ("--max-queue", str(MAX_UNFINISHED - MAX_NUM_SEQS), "--max-prompts", "20")
     times = ("--write-timeout", str(WRITE_S), "--read-timeout", str(READ_S))
-    with running(directory, *options, *bounds, *times) as service:
-        yield service
+    kept = KeptService(directory, *options, "--reload", *bounds, *times)
+    yield kept
+    kept.stop()
+
+
+@pytest.fixture
+def service(expected, kept_service):
+    return kept_service.running()
 
 
 async def post(client, fields):
@@ -614,7 +644,7 @@ def test_streams_go_on_when_a_daemon_is_killed(service, daemons, endpoints, case
 
 
 def test_sigterm_lets_requests_end(service, endpoints, cases, expected):
-    """The last test of the service. New requests are refused meanwhile."""
+    """New requests are refused meanwhile."""
 
     async def main():
         refused = []
@@ -714,8 +744,9 @@ def test_daemons_of_its_own_are_restarted_and_end_with_it(model, directory, case
         wait_until(lambda: not [*own.glob("wd-*")], "their directory is removed")
 
 
-def test_the_example_that_embeds_a_driver(endpoints, model):
-    """The last test: it loads the model anew, on one daemon."""
+def test_the_example_that_embeds_a_driver(endpoints, model, kept_service):
+    """It loads the model anew, on one daemon."""
+    kept_service.stop()
     prompts = ["The driver", "A request gets"]
     with WorkerGroup(endpoints, ParallelConfig(pipeline_parallel_size=2)) as group:
         group.attach(force=True)
