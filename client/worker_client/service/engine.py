@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Final, NamedTuple, TypeVar, cast
+from typing import Final, NamedTuple, TypeVar
 
 from worker_client.async_driver import AsyncDriver, RequestProgress
 from worker_client.driver import Driver
@@ -231,9 +231,9 @@ class Engine:
         RequestParser reads. Raises RequestError: see `renamed`."""
         if isinstance(prompt, str):
             prompt = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        number, ids = next(self._numbers), cast("list[Json]", list(prompt))
-        fields: dict[str, Json] = {**options, "id": f"r{number}", "prompt_token_ids": ids}
-        request = seeded(self._parser.from_fields(fields, number))
+        number = next(self._numbers)
+        fields = {**options, "id": f"r{number}"}
+        request = seeded(self._parser.from_fields(fields, number, token_ids=prompt))
         if model.adapter is not None:
             request = replace(request, lora=model.adapter.name)
             request = with_adapter(request, model.adapter.extension)
