@@ -26,7 +26,12 @@ import numpy as np
 
 from rpc_schema.errors import DrainingError, WorkerDaemonError
 from worker_client.driver import Driver
-from worker_client.errors import ClientError, DriverClosed, InvalidSchedulerOutput
+from worker_client.errors import (
+    ClientError,
+    DriverClosed,
+    InvalidSchedulerOutput,
+    ReplacementFailed,
+)
 from worker_client.inputs.request_checks import checked_id, validated
 from worker_client.requests import GenerationRequest, Reports, forked, hashed, seeded
 from worker_client.scheduler import RequestOutput
@@ -37,6 +42,9 @@ MAX_UNIQUE_ID: Final = 240
 """Characters of the id by which the daemons know a request, without that of a sample."""
 DRAIN_CHECK_S: Final = 0.2
 """Time between two attempts to send a step while an operator drains the group."""
+
+LOOK_S: Final = 0.25
+"""Time between two looks for dead daemons while there is nothing to do."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -330,23 +338,34 @@ class _DriverLoop:
                 loop.call_soon_threadsafe(self._on_end, reason)
 
     def _take_commands(self, driver: Driver) -> bool:
-        """Obey the commands that are here; wait for one if there is nothing else to do. Return
-        False if one of them is to stop."""
+        """Obey the commands that are here; if there is nothing else to do, wait for one, or until
+        it is time to look for dead daemons. Return False if one of them is to stop."""
         is_idle = not driver.busy
-        with contextlib.suppress(queue.Empty):
-            while True:
-                command = self._commands.get(block=is_idle)
-                is_idle = False
-                if command is None:
-                    return False
-                if isinstance(command, _Abort):
-                    self._abort(driver, command.req_id)
-                    self._forget(command.stream.names)
-                elif isinstance(command, _Call):
-                    self._call(driver, command)
-                else:
-                    self._add(driver, command)
-        return True
+        while True:
+            try:
+                command = self._commands.get(block=is_idle, timeout=LOOK_S)
+            except queue.Empty:
+                if is_idle:
+                    self._look(driver)
+                return True
+            is_idle = False
+            if command is None:
+                return False
+            if isinstance(command, _Abort):
+                self._abort(driver, command.req_id)
+                self._forget(command.stream.names)
+            elif isinstance(command, _Call):
+                self._call(driver, command)
+            else:
+                self._add(driver, command)
+
+    @staticmethod
+    def _look(driver: Driver) -> None:
+        """Replace a dead daemon. One that has no successor yet is looked for again."""
+        try:
+            driver.look()
+        except ReplacementFailed as failed:
+            _LOG.warning("a daemon that died while there was nothing to do: %s", failed)
 
     def _add(self, driver: Driver, command: _Add) -> None:
         try:

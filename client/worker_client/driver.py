@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, TypeVar
 
-from rpc_schema.errors import (
-    DrainingError,
-)
+from rpc_schema.errors import DrainingError, WorkerDaemonError
 from worker_client.driver_parts.context import DriverContext, StepQueue
 from worker_client.driver_parts.interface import StepInFlight
 from worker_client.driver_parts.live_requests import LiveRequests
@@ -200,6 +198,22 @@ class Driver:
                     "flight"
                 )
         return self._requests.take_ended()
+
+    def look(self) -> None:
+        """Replace a daemon that has died, so that the next request need not wait for that; to be
+        called now and then while there is nothing to do. Such recoveries are not counted. Whatever
+        else is wrong with the group is the next step's error.
+
+        Raises:
+            WorkerDied: a daemon is lost, and `recover` does not replace it.
+        """
+        try:
+            self.group.look()
+        except WorkerDied as died:
+            self._recover(died)
+            self._parts.group_replaced()
+        except WorkerDaemonError:
+            return
 
     def _fill(self) -> None:
         """Send steps while the group takes some and the scheduler has some."""

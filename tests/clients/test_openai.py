@@ -85,7 +85,9 @@ def test_tools(client, choice, is_streamed):
     body = {**said(d.WEATHER), "tools": tools, "tool_choice": choice}
     if is_streamed:
         with client.chat.completions.stream(**body, parallel_tool_calls=False) as stream:
+            kinds = [event.type for event in stream]
             answer = stream.get_final_completion()
+        assert kinds.count("tool_calls.function.arguments.delta") > 2
     else:
         answer = client.chat.completions.parse(**body, parallel_tool_calls=False)
     message, reason = answer.choices[0].message, answer.choices[0].finish_reason

@@ -421,12 +421,26 @@ def test_a_group_that_cannot_be_opened(opened, tmp_path):
 
 @pytest.mark.parametrize("replaces", [True, False])
 def test_a_daemon_that_is_killed(model_root, model, prompts, replaces):
-    """Replaced: no request notices. Else all of them end with the reason, and later ones too."""
+    """Replaced: no request notices, and while there is none it is replaced at once, or later if it
+    has no successor yet. Else all of them end with the reason, and later ones too."""
+    attempts = []
     with ForkedDaemons(["cpu", "cpu"], model_root) as daemons:
 
         def recover(group, died):
+            attempts.append(died.rank)
+            if len(attempts) == 2:
+                group.replace(died.rank, within_s=0.2)
             daemons.restart_dead()
             group.replace(died.rank)
+
+        async def kill_an_idle_one(driver):
+            kill_and_wait(daemons.pids[0])
+            async with asyncio.timeout(PATIENCE_S):
+                while len(attempts) < 3:
+                    await asyncio.sleep(0.01)
+            found, _ = await collect(driver, greedy_request("meanwhile", prompts[1], MAX_TOKENS))
+            assert found["meanwhile"].token_ids == model.greedy(prompts[1], MAX_TOKENS)
+            assert attempts == [1, 0, 0]
 
         config = worker_config(model.path, 2)
         options = (recover,) if replaces else ()
@@ -447,6 +461,8 @@ def test_a_daemon_that_is_killed(model_root, model, prompts, replaces):
                 await kill(driver)
                 results = await asyncio.gather(*tasks, return_exceptions=True)
                 assert (driver.error is None) == replaces
+                if replaces:
+                    await kill_an_idle_one(driver)
                 return [
                     *results,
                     *await asyncio.gather(

@@ -4,9 +4,11 @@ transformers."""
 
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -16,6 +18,7 @@ from typing import NamedTuple
 
 import httpx2
 import numpy as np
+import psutil
 import pytest
 
 from benchmarks.demo_model import SENTENCES, make_demo_model
@@ -109,8 +112,9 @@ def cases():
 
 
 @pytest.fixture(scope="module")
-def expected(cases, options, directory):
+def expected(cases, options, directory, kept_service):
     """The texts of each case, by the command."""
+    kept_service.stop()
     source, target = directory / "in.jsonl", directory / "out.jsonl"
     with source.open("w") as file:
         for number, fields in enumerate(cases):
@@ -162,12 +166,41 @@ def running(directory, *options):
         process.wait()
 
 
+class KeptService:
+    """Starts a service when a test needs one and none runs."""
+
+    def __init__(self, *words):
+        self._words = words
+        self._stack = contextlib.ExitStack()
+        self._current = None
+
+    def running(self):
+        if self._current is None or self._current.process.poll() is not None:
+            self.stop()
+            self._current = self._stack.enter_context(running(*self._words))
+        return self._current
+
+    def stop(self):
+        """End it, if one runs, so that a test can use its daemons."""
+        if self._current is not None:
+            self._current.process.send_signal(signal.SIGTERM)
+            self._current.process.wait(LIMIT_S)
+        self._stack.close()
+        self._current = None
+
+
 @pytest.fixture(scope="module")
-def service(expected, options, directory):
+def kept_service(options, directory):
     bounds = ("--max-queue", str(MAX_UNFINISHED - MAX_NUM_SEQS), "--max-prompts", "20")
     times = ("--write-timeout", str(WRITE_S), "--read-timeout", str(READ_S))
-    with running(directory, *options, *bounds, *times) as service:
-        yield service
+    kept = KeptService(directory, *options, "--reload", *bounds, *times)
+    yield kept
+    kept.stop()
+
+
+@pytest.fixture
+def service(expected, kept_service):
+    return kept_service.running()
 
 
 async def post(client, fields):
@@ -613,8 +646,88 @@ def test_streams_go_on_when_a_daemon_is_killed(service, daemons, endpoints, case
     assert [texts for texts, _ in asyncio.run(main())] == expected[-3:]
 
 
+async def raw_stream(service, fields):
+    """The text of a streamed request with one choice, its finish reason and its number of events,
+    by a connection of its own: a thousand of them cost little."""
+    body = json.dumps({**fields, "stream": True}).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    reader, writer = await asyncio.open_connection(*service.address)
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    assert b" 200 " in await reader.readline()
+    text, reason, num_events = "", None, 0
+    while (line := await reader.readline()) != b"data: [DONE]\n":
+        assert line, "the stream was cut off"
+        if line.startswith(b"data: "):
+            (choice,) = json.loads(line.removeprefix(b"data: "))["choices"]
+            text, reason, num_events = (
+                text + choice["text"],
+                choice["finish_reason"],
+                num_events + 1,
+            )
+    writer.close()
+    return text, reason, num_events
+
+
+@contextlib.contextmanager
+def descriptors(number):
+    """Allow so many in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(number, hard)), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("num_streams", [100, pytest.param(1000, marks=pytest.mark.exhaustive)])
+def test_many_streams_at_once(num_streams, kept_service, endpoints, model, directory):
+    """On one daemon: none is lost, each text is that of the same request alone, and memory does not
+    grow. A client that never reads what is sent to it is there all the time."""
+    kept_service.stop()
+    words = SENTENCES.split()
+    cases = [
+        completion(" ".join(words[number:][:3]), max_tokens=4 + number, ignore_eos=True)
+        for number in range(12)
+    ]
+    tokenizer = load_tokenizer(model)
+    ids = tokenizer.encode(SENTENCES)[:400]
+    tokenizer.close()
+    large = completion([ids] * 3, echo=True, logprobs=20, max_tokens=4, n=4, stream=True)
+    named = ("--endpoints", endpoints[0], "--model", str(model), "--reload")
+    named += ("--num-gpu-blocks", "256")  # a cache whose memory is all in use soon
+    sizes = ("--max-num-seqs", "64", "--max-queue", str(num_streams), "--write-timeout", "300")
+
+    async def wave(service):
+        return await asyncio.gather(*(raw_stream(service, case) for case in asked(cases)))
+
+    def asked(each):
+        return itertools.islice(itertools.cycle(each), num_streams)
+
+    async def main(service, processes):
+        async with service.client() as client:
+            alone = [(await whole(client, case))[0] for case in cases]
+            slow = raw_client(service, json.dumps(large).encode())
+            while not (await health(client))["running"]:
+                await asyncio.sleep(0.01)
+            waves, sizes = [], []
+            for _ in range(3):
+                waves.append(await wave(service))
+                sizes.append([each.memory_info().rss for each in processes])
+            assert (await health(client))["running"], "the slow client was left"
+            slow.close()
+            await until_idle(client)
+            return alone, waves, np.array(sizes) / 2**20
+
+    with descriptors(num_streams + 256), running(directory, *named, *sizes) as service:
+        pids = service.process.pid, status_of(endpoints[0]).pid
+        alone, waves, sizes = asyncio.run(main(service, [psutil.Process(pid) for pid in pids]))
+    for found in waves:
+        assert [(text, reason) for text, reason, _ in found] == [*asked(alone)]
+        assert sum(number for *_, number in found) > 3 * num_streams, "they were not streamed"
+    server, daemon = sizes[2] - sizes[1]
+    assert server < 4 and daemon < 24, sizes
+
+
 def test_sigterm_lets_requests_end(service, endpoints, cases, expected):
-    """The last test of the service. New requests are refused meanwhile."""
+    """New requests are refused meanwhile."""
 
     async def main():
         refused = []
@@ -660,14 +773,25 @@ def test_a_signal_ends_a_server_that_loads(model, directory):
 
 def test_daemons_of_its_own_are_restarted_and_end_with_it(model, directory, cases, expected):
     """A stream goes on with the same tokens when a daemon is killed, and its adapter is loaded
-    again. A second signal ends the server at once, as `kill -9` would: no process is left
-    behind."""
+    again; without requests it is restarted too. A second signal ends the server at once, as
+    `kill -9` would: no process is left behind."""
     own = directory / "own"
     own.mkdir()
     write_adapter(model, own / "adapters" / "first", rank=4, seed=1)
     adapters = ("--lora-root", str(own / "adapters"), "--max-loras", "1", "--lora", "first")
     with running(own, "--model", str(model), "--device", "cpu", *adapters) as service:
-        (daemon,) = [each for each in processes_of(own) if "worker_daemon" in each.cmdline()]
+
+        def daemons():
+            return [each for each in processes_of(own) if "worker_daemon" in each.cmdline()]
+
+        async def restart_idle_one():
+            (killed,) = daemons()
+            killed.kill()
+            async with asyncio.timeout(LIMIT_S):
+                while not [each for each in daemons() if each != killed]:
+                    await asyncio.sleep(0.05)
+
+        (daemon,) = daemons()
 
         async def main():
             async with service.client() as client:
@@ -681,7 +805,9 @@ def test_daemons_of_its_own_are_restarted_and_end_with_it(model, directory, case
                 found, _ = await streamed(client, cases[-1], daemon.kill)
                 after = await post(client, adapted)
                 assert before["model"] == after["model"] == "first"
-                assert before["choices"] == after["choices"]
+                await restart_idle_one()
+                meanwhile = await post(client, adapted)
+                assert before["choices"] == after["choices"] == meanwhile["choices"]
                 assert before["choices"][0]["text"] != found[0][0]
                 stream = events(client, long_case(0))
                 await anext(stream)
@@ -701,8 +827,9 @@ def test_daemons_of_its_own_are_restarted_and_end_with_it(model, directory, case
         wait_until(lambda: not [*own.glob("wd-*")], "their directory is removed")
 
 
-def test_the_example_that_embeds_a_driver(endpoints, model):
-    """The last test: it loads the model anew, on one daemon."""
+def test_the_example_that_embeds_a_driver(endpoints, model, kept_service):
+    """It loads the model anew, on one daemon."""
+    kept_service.stop()
     prompts = ["The driver", "A request gets"]
     with WorkerGroup(endpoints, ParallelConfig(pipeline_parallel_size=2)) as group:
         group.attach(force=True)

@@ -4,6 +4,7 @@ daemons, against a model that was trained to give these answers, and against tra
 import asyncio
 import base64
 import json
+import re
 
 import jsonschema
 import numpy as np
@@ -24,6 +25,7 @@ from tests.support.serving import worker_config
 from tests.support.trained_model import call_text, chat, train_model
 
 HELLO, COUNT, OSLO, BOTH = "Say hello.", "Count to ten.", "Weather in Oslo?", "Oslo and Rome?"
+BROKEN = "Weather?"
 COUNTED = "one two three four five six seven eight nine ten"
 COUNTING = f"<|user|>{COUNT}<|end|><|assistant|>"
 OSLO_CALL, ROME_CALL = (call_text("get_weather", city=city) for city in ("Oslo", "Rome"))
@@ -32,6 +34,7 @@ DOCUMENTS = [
     chat(COUNT, answer=COUNTED),
     chat(OSLO, answer=OSLO_CALL),
     chat(OSLO, f"<|assistant|>{OSLO_CALL}", "<|tool|>3 degrees", answer="It is 3 degrees."),
+    chat(BROKEN, answer=OSLO_CALL.replace('"Oslo"', "Oslo")),
     chat(BOTH, answer=f"Let me look.\n{OSLO_CALL}\n{ROME_CALL}"),
 ]
 CHAT = "/v1/chat/completions"
@@ -52,6 +55,9 @@ NOW = {"type": "function", "function": {"name": "now"}}
 def model(model_root):
     path = model_root / "trained"
     train_model(path, DOCUMENTS)
+    generation = path / "generation_config.json"
+    own = json.loads(generation.read_text())
+    generation.write_text(json.dumps({**own, "temperature": 2.0, "top_k": 1}))
     with (path / "chat_template.jinja").open("a") as file:
         file.write(BOMB)
     return path
@@ -88,7 +94,13 @@ def assembled(chunks):
         for choice in chunk["choices"]:
             delta = choice["delta"]
             made["content"] += delta.get("content") or ""
-            made["tool_calls"] += delta.get("tool_calls", [])
+            for part in delta.get("tool_calls", []):
+                if "id" in part:
+                    assert part["type"] == "function"
+                    made["tool_calls"].append(part)
+                else:
+                    call = made["tool_calls"][part["index"]]["function"]
+                    call["arguments"] += part["function"]["arguments"]
             reasons.append(choice["finish_reason"])
     assert not any(reasons[:-1])
     return made, reasons[-1]
@@ -111,6 +123,16 @@ def test_answers_whole_and_in_chunks(service):
         usage["completion_tokens"] == service.ok(CHAT, asked(COUNT))["usage"]["completion_tokens"]
     )
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
+
+
+def test_sampling_defaults_are_those_of_the_checkpoint(service):
+    """The most likely token alone, unless a body says otherwise."""
+    assert message(service.ok(CHAT, said(COUNT)))[0]["content"] == COUNTED
+    drawn = {**said(COUNT), "top_k": -1, "n": 4, "max_tokens": 12}
+    found = service.ok(CHAT, drawn)["choices"]
+    assert len({choice["message"]["content"] for choice in found}) > 1
+    prompt = {"prompt": COUNTING, "max_tokens": 40}
+    assert service.ok("/v1/completions", prompt)["choices"][0]["text"] == COUNTED
 
 
 def test_options_of_chats(service):
@@ -177,15 +199,61 @@ def test_calls_of_tools_by_the_template(service):
     result = {"role": "tool", "tool_call_id": call["id"], "content": "3 degrees"}
     fields["messages"] += [{"role": "assistant", **found}, result]
     assert message(service.ok(CHAT, fields))[0]["content"] == "It is 3 degrees."
-    made, reason = assembled(service.chunks(CHAT, asked(BOTH, tools=[WEATHER])))
+    both = service.chunks(CHAT, asked(BOTH, tools=[WEATHER]))
+    made, reason = assembled(both)
     assert (made["content"], reason) == ("Let me look.", "tool_calls")
     assert [call["index"] for call in made["tool_calls"]] == [0, 1]
+    parts = sum("tool_calls" in chunk["choices"][0]["delta"] for chunk in both)
+    assert parts > 6, "arguments were not streamed"
+    whole = service.ok(CHAT, asked(OSLO, tools=[WEATHER]))
+    cut = asked(OSLO, tools=[WEATHER], max_tokens=whole["usage"]["completion_tokens"] - 6)
+    begun, reason = assembled(service.chunks(CHAT, cut))
+    (call,) = begun["tool_calls"]
+    assert (call["function"]["name"], reason) == ("get_weather", "length")
+    assert '{"city": "Oslo"}'.startswith(call["function"]["arguments"])
     cities = [json.loads(call["function"]["arguments"])["city"] for call in made["tool_calls"]]
     assert cities == ["Oslo", "Rome"]
     one = service.ok(CHAT, asked(BOTH, tools=[WEATHER], parallel_tool_calls=False))
     assert len(message(one)[0]["tool_calls"]) == 1
     none = service.ok(CHAT, asked(OSLO, tools=[WEATHER], tool_choice="none"))
     assert message(none)[0]["content"] == OSLO_CALL.removeprefix("<tool_call>")
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_calls_of_strict_functions_follow_their_schemas(service, is_streamed):
+    """The model would write Oslo, and behind it Rome; text around the calls is its own."""
+    place = {**CITY, "properties": {"city": {"enum": ["Rome", "Paris"]}}}
+    strict = {"type": "function", "function": {"name": "get_weather", "strict": True}}
+    strict["function"]["parameters"] = place
+    free = {"type": "function", "function": {**WEATHER["function"], "strict": False}}
+    for content, tools, text, cities in [
+        (BOTH, [strict, NOW], "Let me look.", {"Rome", "Paris"}),
+        (BOTH, [free, NOW], "Let me look.", {"Oslo", "Rome"}),
+        (HELLO, [strict], "Hello, world.", set()),
+    ]:
+        fields = asked(content, tools=tools, max_tokens=200)
+        if is_streamed:
+            found, reason = assembled(service.chunks(CHAT, fields))
+        else:
+            found, reason = message(service.ok(CHAT, fields))
+        assert (found["content"], reason) == (text, "tool_calls" if cities else "stop")
+        calls = [each["function"] for each in found.get("tool_calls", [])]
+        assert {json.loads(call["arguments"])["city"] for call in calls} <= cities
+        assert bool(calls) == bool(cities)
+    one = asked(BOTH, tools=[strict], parallel_tool_calls=False, max_tokens=200)
+    assert len(message(service.ok(CHAT, one))[0]["tool_calls"]) == 1
+
+
+def test_a_call_that_is_none_is_text_or_an_error(service):
+    """Once its arguments have been streamed it can be no text any more."""
+    fields = asked(BROKEN, tools=[WEATHER], n=1)
+    found, reason = message(service.ok(CHAT, fields))
+    assert ("tool_calls" in found, reason) == (False, "stop")
+    assert found["content"].endswith('"arguments": {"city": Oslo}}\n</tool_call>')
+    *parts, last = service.chunks(CHAT, fields)
+    assert assembled(parts)[0]["tool_calls"]
+    assert last["error"]["code"] == "malformed_tool_call"
+    assert "get_weather" in last["error"]["message"]
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -248,6 +316,8 @@ BAD_CHATS = {
     "a tool": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     "a name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]},
                "tools[0].function.name"),
+    "strict": ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]},
+               "tools[0].function.strict"),
     "twice": ({"tools": [NOW, NOW]}, "tools[1].function.name"),
     "no tools": ({"tool_choice": "required"}, "tool_choice"),
     "a choice": ({"tools": [NOW], "tool_choice": "any"}, "tool_choice"),
@@ -260,6 +330,8 @@ BAD_CHATS = {
     "a long schema": ({"response_format": {"type": "json_schema", "json_schema": LONG_SCHEMA}},
                       "response_format.json_schema.schema"),
     "a bad tool": ({"tools": [BAD_TOOL], "tool_choice": "required"}, "tools"),
+    "a strict tool": ({"tools": [{**BAD_TOOL, "function": {**BAD_TOOL["function"],
+                                                           "strict": True}}]}, "tools"),
     "a deep tool": ({"tools": [DEEP_TOOL], "tool_choice": "required"}, "tools"),
     "no schema": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     "variables": ({"chat_template_kwargs": 3}, "chat_template_kwargs"),
@@ -278,6 +350,64 @@ def test_bad_chats_name_their_field(service, name):
     found, text = service.refused(CHAT, {**asked(HELLO), **fields})
     assert found == field, text
     assert service.refused(CHAT, {**asked(HELLO), **fields, "stream": True})[0] == field
+
+
+WRONG = ("x", -3, 10**400, 1e9, [], {}, {"a": 1}, True, [[]], [-1], ["x"] * 300, "a b " * 20_000)
+GIVEN = {
+    CHAT: asked(HELLO),
+    "/v1/completions": {"prompt": HELLO, "temperature": 0},
+    "/v1/embeddings": {"input": HELLO},
+    "/v1/score": {"text_1": HELLO, "text_2": COUNT},
+    "/v1/rerank": {"query": HELLO, "documents": [COUNT]},
+    "/tokenize": {"prompt": HELLO},
+    "/detokenize": {"tokens": [1]},
+}
+"""By path, a body that is served."""
+NEEDED = {
+    "stream_options": {"stream": True},
+    "top_logprobs": {"logprobs": True},
+    "tool_choice": {"tools": [NOW]},
+}
+"""Fields that another one must go with."""
+
+
+@pytest.mark.parametrize("path", GIVEN)
+def test_errors_name_a_field_that_was_sent(service, path):
+    """Whatever is wrong with it, and whoever notices."""
+    _, known = service.refused(path, {**GIVEN[path], "unknown": 1})
+    names = re.findall(r"\w+", known.rpartition("this endpoint has ")[2])
+    assert {*GIVEN[path]} <= {*names}, known
+
+    async def main(client):
+        bodies = []
+        for name in names:
+            for value in WRONG:
+                body = {**GIVEN[path], "max_tokens": 2, **NEEDED.get(name, {}), name: value}
+                if "max_tokens" not in names or name == "max_completion_tokens":
+                    del body["max_tokens"]
+                if name == "messages" and "messages" not in GIVEN[path]:
+                    del body["prompt"]  # one of the two
+                bodies.append((name, body))
+        answers = []
+        for _, body in bodies:
+            content = json.dumps(body).encode()
+            answers.append(await client.post(path, content=content))
+        return zip(bodies, answers, strict=True)
+
+    num_refused = 0
+    for (name, body), answer in service.run(main):
+        if answer.status_code != 200:
+            num_refused += 1
+            param = answer.json()["error"]["param"]
+            assert answer.status_code in (400, 404), (body, answer.text)
+            assert re.match(r"\w+", param or "")[0] == name, (str(body)[:200], answer.text[:300])
+    assert num_refused > 4 * len(names)
+
+
+def test_an_error_of_echoed_log_probabilities_names_their_field(service, monkeypatch):
+    monkeypatch.setattr("worker_client.scheduler.request.MAX_PROMPT_LOGPROBS_TOKENS", 1)
+    body = {"prompt": HELLO, "echo": True, "logprobs": 1}
+    assert service.refused("/v1/completions", body)[0] == "logprobs"
 
 
 def test_a_template_that_takes_too_long_holds_up_nobody(service):

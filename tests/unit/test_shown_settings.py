@@ -82,6 +82,17 @@ def test_client_shows_where_each_value_comes_from(tmp_path, monkeypatch):
     assert remark + "WORKER_CLIENT_MAX_LORAS?" in done.output
 
 
+def test_client_shows_the_defaults_of_a_checkpoint(tmp_path):
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"temperature": 0.6, "top_k": 20, "eos_token_id": 2}')
+    shown = lines_of(run(client_app, "serve", "--model", tmp_path))
+    assert shown["generation_config"] == ('generation_config = "auto"', "default")
+    assert shown["temperature of requests"][1] == f"file {file}"
+    assert shown["top_k of requests"][0] == "top_k of requests = 20"
+    words = ("serve", "--model", tmp_path, "--generation-config", "none")
+    assert not any("of requests" in name for name in lines_of(run(client_app, *words)))
+
+
 def test_client_names_the_nearest_key_and_command(tmp_path):
     file = tmp_path / "c.toml"
     file.write_text("max-num-seq = 3\n")

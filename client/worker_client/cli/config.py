@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from worker_client.cli.options import ENV_PREFIX
 from worker_client.cli.output_file import print_text
 from worker_client.errors import config_error
+from worker_client.service.generation_defaults import FILE_NAME, sampling_defaults
 from worker_host.plain_text import printable
 
 SECRETS: Final = ("api_key", "admin_key")
@@ -51,6 +52,7 @@ def show(
         parameter.required = False  # this process runs nothing else
     with shown.make_context(command, list(context.args)) as parsed:
         lines = [_line(parsed, parameter) for parameter in shown.params]
+        lines += _defaults(parsed.params)
     lines += _unknown(os.environ, known_variables(root))
     print_text("".join(f"{printable(line)}\n" for line in lines))
 
@@ -66,6 +68,15 @@ def _line(parsed: Any, parameter: Any) -> str:
         if value in (None, [], ())
         else (f"{parameter.name} = {_toml(value)}  # {origin}")
     )
+
+
+def _defaults(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the sampling defaults that a server takes from its checkpoint. Raises
+    ClientConfigError."""
+    source, model = given.get("generation_config"), given.get("model")
+    if source is not None and model is not None:
+        for name, value in sampling_defaults(Path(model), source).items():
+            yield f"# {name} of requests = {_toml(value)}  # file {Path(model) / FILE_NAME}"
 
 
 def _toml(value: Any) -> str:

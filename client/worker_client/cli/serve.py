@@ -11,6 +11,7 @@ import typer
 
 from worker_client.cli.options import Device, RunOptions, default_device, takes_run_options
 from worker_client.errors import config_error
+from worker_client.service.generation_defaults import SOURCES, sampling_defaults
 from worker_client.service.key_files import read_keys_of
 from worker_client.service.launch import ServedGroup
 from worker_client.service.settings import (
@@ -120,6 +121,13 @@ def serve(
             "chat template shows."
         ),
     ] = "",
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="Sampling defaults of requests: auto (those of the model's "
+            "generation_config.json) or none."
+        ),
+    ] = SOURCES[0],
     max_queue: Annotated[
         int, typer.Option(min=0, help="Samples that may wait beyond --max-num-seqs.")
     ] = MAX_QUEUE,
@@ -155,6 +163,7 @@ def serve(
         raise config_error("serve", missing[0], "a package is not installed", fix)
     from worker_client.service.server import serve as serve_group  # FastAPI
 
+    sampling_defaults(run.model, generation_config)
     devices: tuple[str, ...] = ()
     if run.endpoints:
         parse_endpoints(run.endpoints, run.config.parallel, run.keys)
@@ -171,6 +180,7 @@ def serve(
         api_keys=read_keys_of("api_key", api_key, api_key_file),
         admin_keys=read_keys_of("admin_key", admin_key, admin_key_file),
         tool_call_parser=_tool_form(tool_call_parser),
+        generation_config=generation_config,
         max_body_bytes=max_body_bytes,
         max_prompts=max_prompts,
         max_queue=max_queue,

@@ -62,21 +62,36 @@ class RequestParser:
         except RequestError as error:
             raise error.at_line(index + 1) from None
 
-    def from_fields(self, fields: Mapping[str, Json], index: int) -> GenerationRequest:
-        """Return the request with these fields. Raises as parse does, without the line."""
+    def from_fields(
+        self,
+        fields: Mapping[str, Json],
+        index: int,
+        *,
+        token_ids: PromptTokenIds | None = None,
+    ) -> GenerationRequest:
+        """Return the request with these fields. token_ids: integers, in place of the fields of the
+        prompt; a long list among the fields is looked at one by one. Raises as parse does, without
+        the line."""
         try:
-            return self._made(_typed(fields), index)
+            return self._made(_typed(fields), index, token_ids)
         except RequestError as error:
-            by_ids = "prompt_token_ids" in fields and "prompt" not in fields
+            by_ids = token_ids is not None or (
+                "prompt_token_ids" in fields and "prompt" not in fields
+            )
             raise flat(error, "prompt_token_ids" if by_ids else "prompt") from None
         except Exception as error:  # too deep a schema for json, a fault of a tokenizer
             raise refusal(error) from error
 
-    def _made(self, values: dict[str, Any], index: int) -> GenerationRequest:
+    def _made(
+        self, values: dict[str, Any], index: int, token_ids: PromptTokenIds | None
+    ) -> GenerationRequest:
         at = values.pop("prompt_embeds_at", ())
         embeds = self._embeds(values.pop("prompt_embeds", None), at)
         text, ids = values.pop("prompt", None), values.pop("prompt_token_ids", None)
-        if embeds is None:
+        prompt: PromptTokenIds
+        if token_ids is not None:
+            prompt = token_ids
+        elif embeds is None:
             prompt = self._prompt(text, ids)
         else:
             given = () if text is None and ids is None else self._prompt(text, ids)

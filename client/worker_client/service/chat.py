@@ -33,7 +33,7 @@ from worker_client.service.tool_calls import (
     detected_form,
     marks_of,
 )
-from worker_client.service.tool_grammar import call_grammar, written_marks
+from worker_client.service.tool_grammar import call_grammar, text_grammar, written_marks
 
 _OWN: Final = (
     *TEMPLATE_FIELDS,
@@ -107,7 +107,7 @@ class _Chats:
         if "response_format" in fields:
             format_field = "response_format"
             names |= FORMAT_NAMES
-        options = take_options(fields)
+        options = take_options(fields, self._engine.sampling_defaults)
         if most is not None:
             options["max_tokens"] = most
         if num_top is not None:
@@ -122,21 +122,24 @@ class _Chats:
         return _ChatBody(prompt, options, tools, num_top, names)
 
     def _hold_to_calls(self, tools: ChatTools, options: dict[str, Json]) -> None:
-        """Let an output that must be calls be nothing else."""
-        if tools.is_required:
-            options["structured_outputs"] = {"grammar": self._grammar(tools)}
-        elif self._form is None:
+        """Let an output that must be calls be nothing else, and one that may have strict calls have
+        no others."""
+        if not tools.is_required and self._form is None:
             problem = "the chat template shows no form of calls that is known here"
             fix = 'give tool_choice: "required" or "none", or start the server with '
             forms = ", ".join(ToolForm)
             raise request_error(
                 "tool_choice", "auto", problem, f"{fix}--tool-call-parser ({forms})"
             )
+        if tools.is_required:
+            options["structured_outputs"] = {"grammar": self._grammar(call_grammar, tools)}
+        elif any(function.is_strict for function in tools.functions):
+            options["structured_outputs"] = {"grammar": self._grammar(text_grammar, tools)}
 
-    def _grammar(self, tools: ChatTools) -> str:
+    def _grammar(self, grammar: Callable[..., str], tools: ChatTools) -> str:
         own = tools.functions, self._written
         try:
-            return call_grammar(self._own_form, *own, several=tools.several)
+            return grammar(self._own_form, *own, several=tools.several)
         except RecursionError:
             problem, fix = "a schema is nested too deeply", "flatten it"
             raise request_error("tools", len(tools.functions), problem, fix) from None
@@ -159,7 +162,7 @@ class _Chats:
         new_id = self._new_short_id if self._own_form is ToolForm.MISTRAL else self._new_id
         most_calls = None if asked.tools is None or asked.tools.several else 1
         choices = [
-            ChatChoice(self._splitter(asked, request), new_id, most_calls)
+            ChatChoice(self._splitter(asked, request, streaming), new_id, most_calls)
             for _ in range(request.sampling.n)
         ]
         usage = Usage([request])
@@ -168,18 +171,20 @@ class _Chats:
             logprobs = ChatLogprobs(self._engine.tokenizer, self._texts, asked.num_top)
         return ChatForm(model.name, usage, choices, streaming, logprobs)
 
-    def _splitter(self, asked: _ChatBody, request: GenerationRequest) -> Splitter | None:
+    def _splitter(
+        self, asked: _ChatBody, request: GenerationRequest, streaming: StreamOptions
+    ) -> Splitter | None:
         """Return what finds the calls in an output."""
         if asked.tools is None:
             return None
         names = [function.name for function in asked.tools.functions]
-        stream = ToolCallStream(self._own_form, names)
+        stream = ToolCallStream(self._own_form, names, in_parts=streaming.stream)
         text = self._text(request)
 
         def split(part: ChoicePart) -> list[Piece]:
             pieces = stream.push(text(part))
             if part.output is not None:
-                pieces += stream.finish()
+                pieces += stream.finish(is_cut=part.output.finish_reason == "length")
             return pieces
 
         return split

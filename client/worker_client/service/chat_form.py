@@ -8,8 +8,9 @@ from typing import Any
 from worker_client.requests import RequestOutput
 from worker_client.service.chat_logprobs import ChatLogprobs
 from worker_client.service.engine import ChoicePart
+from worker_client.service.errors import HttpError
 from worker_client.service.streaming import JsonObject, StreamOptions, Usage
-from worker_client.service.tool_calls import Piece
+from worker_client.service.tool_calls import BrokenCall, MoreArguments, Piece, ToolCall
 
 
 class ChatChoice:
@@ -23,6 +24,8 @@ class ChatChoice:
         self._split = split
         self._most_calls = most_calls
         self._new_call_id = new_call_id
+        self._is_left_out = False
+        """True if the present call is one too many."""
         self.has_begun = False
         self.texts: list[str] = []
         self.calls: list[JsonObject] = []
@@ -32,18 +35,30 @@ class ChatChoice:
     def take(self, part: ChoicePart) -> list[JsonObject]:
         """Return the deltas of a part."""
         pieces = [part.text] if self._split is None else self._split(part)
-        deltas = [self._said(piece) for piece in pieces if piece and self._has_room(piece)]
+        deltas = [self._said(piece) for piece in pieces if self._is_said(piece)]
         if part.output is not None:
             self.finish_reason = self._reason(part.output)
         return deltas
 
-    def _has_room(self, piece: Piece) -> bool:
-        return isinstance(piece, str) or len(self.calls) != self._most_calls
+    def _is_said(self, piece: Piece) -> bool:
+        """Say whether a piece belongs to the message. One of a call follows its beginning."""
+        if isinstance(piece, str):
+            return bool(piece)
+        if isinstance(piece, ToolCall):
+            self._is_left_out = len(self.calls) == self._most_calls
+        return not self._is_left_out
 
     def _said(self, piece: Piece) -> JsonObject:
+        """Return the delta of a piece. Raises HttpError: a call cannot go on."""
         if isinstance(piece, str):
             self.texts.append(piece)
             return {"content": piece}
+        if isinstance(piece, BrokenCall):
+            problem = "the model's call has no complete JSON object of arguments"
+            raise HttpError(500, f"{piece.name}: {problem}", code="malformed_tool_call")
+        if isinstance(piece, MoreArguments):
+            more = {"index": len(self.calls) - 1, "function": {"arguments": piece.text}}
+            return {"tool_calls": [more]}
         function = {"name": piece.name, "arguments": piece.arguments}
         call = {"id": self._new_call_id(), "type": "function", "function": function}
         self.calls.append(call)

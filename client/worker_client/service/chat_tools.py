@@ -91,10 +91,14 @@ def _read_tool(given: Json, path: str) -> Function:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         fix = "give 1 to 64 letters, digits, underscores and hyphens"
         raise request_error(f"{path}.function.name", name, "it is no name of a function", fix)
+    strict = own.get("strict")
+    if not isinstance(strict, bool | None):
+        fix = "give true or false"
+        raise request_error(f"{path}.function.strict", strict, "it is no boolean", fix)
     if parameters is not None and not isinstance(parameters, dict):
         problem, fix = "the parameters are no schema", "give a JSON schema"
         raise request_error(f"{path}.function.parameters", parameters, problem, fix)
-    return Function(name, parameters)
+    return Function(name, parameters, is_strict=bool(strict))
 
 
 def _no_function(path: str, value: Json) -> RequestError:

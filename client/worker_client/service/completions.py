@@ -53,10 +53,10 @@ def completions_router(context: ServiceContext) -> APIRouter:
         model = engine.take_model(fields)
         streaming = take_stream_options(fields)
         asked = _Asked(fields, settings.max_prompts)
-        options = take_options(fields)
+        options = take_options(fields, engine.sampling_defaults)
         fields.check_empty((*OPTIONS, *_OWN))
         asked.check_best_of(options)
-        names = FORMAT_NAMES if asked.has_format else {}
+        names = {"prompt_logprobs": "logprobs", **(FORMAT_NAMES if asked.has_format else {})}
         with renamed(names):
             requests = await engine.on_thread(lambda: asked.requests(engine, options, model))
         form = _Form(requests, asked, engine, texts, model, streaming)

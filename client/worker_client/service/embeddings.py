@@ -14,11 +14,17 @@ from worker_client.errors import request_error
 from worker_client.service.context import ServiceContext
 from worker_client.service.fields import BodyFields, read_fields
 from worker_client.service.json_text import to_json
-from worker_client.service.pooled import MAX_INPUTS, PooledInput, Pooling, supported_width
+from worker_client.service.pooled import (
+    MAX_INPUTS,
+    PooledInput,
+    Pooling,
+    supported_width,
+    take_activation,
+)
 
 _OWN: Final = (*("input", "model", "encoding_format", "dimensions", "use_activation", "priority"),)
 Count = Annotated[int, Meta(ge=0)]
-Width = Annotated[int, Meta(ge=1)]
+Width = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Form = Literal["float", "base64"]
 
 
@@ -34,7 +40,7 @@ def embeddings_router(context: ServiceContext) -> APIRouter:
         inputs = take_inputs(fields)
         form: Form = fields.take("encoding_format", Form, "float")
         dimensions: int = fields.take("dimensions", Width, 0)
-        activation = fields.take_all(("use_activation",))
+        activation = take_activation(fields)
         options = fields.take_all(("priority",))
         fields.check_empty(_OWN)
         supported_width(engine, "embed", "embeddings")

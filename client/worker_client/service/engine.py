@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Final, NamedTuple, TypeVar, cast
+from typing import Final, NamedTuple, TypeVar
 
 from worker_client.async_driver import AsyncDriver, RequestProgress
 from worker_client.driver import Driver
@@ -28,6 +28,7 @@ from worker_client.scheduler.reference import OVERDUE
 from worker_client.scheduler_output import Logprobs
 from worker_client.service.errors import HttpError, unknown_model
 from worker_client.service.fields import BodyFields
+from worker_client.service.generation_defaults import sampling_defaults
 from worker_client.service.launch import OpenedGroup, ServedGroup, open_group
 from worker_client.service.metrics.counts import ServiceCounts
 from worker_client.service.settings import ServiceSettings
@@ -73,7 +74,8 @@ class Engine:
         """Read what can be read before anything is loaded.
 
         Raises:
-            ClientConfigError: there is no tokenizer, or it cannot be read.
+            ClientConfigError: there is no tokenizer, or it or generation_config.json cannot be
+                read.
         """
         self.plan = plan
         self.names = settings.names or (plan.model.name,)
@@ -89,6 +91,8 @@ class Engine:
             self.template = load_chat_template(plan.model)
         except ClientConfigError as error:  # told to those who chat
             self.template = error
+        self.sampling_defaults = sampling_defaults(plan.model, settings.generation_config)
+        """Sampling options of requests that say nothing else."""
         self.phase = "STARTING"
         """Phase of the start, for operators."""
         self.max_unfinished = plan.config.scheduler.max_num_seqs + settings.max_queue
@@ -227,9 +231,9 @@ class Engine:
         RequestParser reads. Raises RequestError: see `renamed`."""
         if isinstance(prompt, str):
             prompt = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        number, ids = next(self._numbers), cast("list[Json]", list(prompt))
-        fields: dict[str, Json] = {**options, "id": f"r{number}", "prompt_token_ids": ids}
-        request = seeded(self._parser.from_fields(fields, number))
+        number = next(self._numbers)
+        fields = {**options, "id": f"r{number}"}
+        request = seeded(self._parser.from_fields(fields, number, token_ids=prompt))
         if model.adapter is not None:
             request = replace(request, lora=model.adapter.name)
             request = with_adapter(request, model.adapter.extension)
@@ -268,7 +272,8 @@ class Engine:
         errors."""
         samples = _Samples(request, self.tokenizer, first)
         stream = self.driver.generate(request)
-        with self.counts.counting(request) as counted, renamed({"prompt": field}):
+        names = {"prompt": field, "lora": "model"}
+        with self.counts.counting(request) as counted, renamed(names):
             async with contextlib.aclosing(stream):
                 async for progress in stream:
                     counted.take(progress)

@@ -1,5 +1,6 @@
 """The sampling options of a body, which completions and chats share."""
 
+from collections.abc import Mapping
 from typing import Final
 
 from worker_client.inputs.request_fields import Json
@@ -20,13 +21,14 @@ ALL_TOKENS: Final = -1
 """Value of top_k by which vLLM's clients ask for none."""
 
 
-def take_options(fields: BodyFields) -> dict[str, Json]:
-    """Return a body's sampling options, as Engine.make takes them. Raises RequestError for what
-    RequestParser does not check."""
+def take_options(fields: BodyFields, defaults: Mapping[str, Json]) -> dict[str, Json]:
+    """Return a body's sampling options, as Engine.make takes them. defaults: those of the
+    checkpoint (Engine.sampling_defaults). Raises RequestError for what RequestParser does not
+    check."""
     options = fields.take_all(OPTIONS)
     grammar = take_response_format(fields, has_other="structured_outputs" in options)
     if grammar is not None:
         options["structured_outputs"] = grammar
     if options.get("top_k") == ALL_TOKENS:
-        del options["top_k"]
-    return {"temperature": DEFAULT_TEMPERATURE, **options}
+        options["top_k"] = 0
+    return {"temperature": DEFAULT_TEMPERATURE, **defaults, **options}

@@ -16,6 +16,7 @@ from worker_client.inputs.request_fields import Json
 from worker_client.requests import GenerationRequest
 from worker_client.service.context import ServiceContext
 from worker_client.service.engine import Engine, Model, renamed
+from worker_client.service.fields import BodyFields
 from worker_client.service.streaming import JsonObject, unless_client_leaves
 
 MAX_INPUTS: Final = 2048
@@ -60,6 +61,12 @@ def supported_width(engine: Engine, task: PoolingTask, wanted: str) -> int:
     return found.width
 
 
+def take_activation(fields: BodyFields) -> dict[str, Json]:
+    """Return a body's use_activation as a field of PoolingParams. Raises RequestError."""
+    given = fields.take("use_activation", bool, None)
+    return {} if given is None else {"use_activation": given}
+
+
 class Pooling:
     """Serves the inputs of one body, all with the same task."""
 
@@ -76,6 +83,8 @@ class Pooling:
         self._model = model
         self._params = dict(params)
         self._options = dict(options)
+        self._names = {f"pooling.{name}": name for name in params}
+        """Names of the params in the body, by those in errors."""
         self._at_once = max(1, min(AT_ONCE, context.admission.most))
 
     async def outputs(self, http: Request, inputs: Sequence[PooledInput]) -> Pooled:
@@ -106,7 +115,7 @@ class Pooling:
     def _request(self, given: PooledInput) -> GenerationRequest:
         engine, loaded = self._engine, self._engine.loaded
         params, prompt = self._params, given.prompt
-        with renamed({"prompt": given.path}):
+        with renamed({"prompt": given.path, **self._names}):
             if isinstance(prompt, tuple):
                 prompt, second_start = engine.tokenizer.encode_pair(*prompt)
                 if loaded.metadata.pooling.token_types and second_start is not None:
@@ -133,7 +142,7 @@ class Pooling:
     ) -> list[NDArray[np.float32]]:
         found: dict[int, NDArray[np.float32]] = {}
         names = {f"prompt[{place}]": each.path for place, each in enumerate(inputs)}
-        with renamed({"prompt": inputs[0].path, **names}):
+        with renamed({"prompt": inputs[0].path, **names, **self._names}):
             async with contextlib.aclosing(self._engine.parts(requests)) as parts:
                 async for part in parts:
                     if part.output is not None and part.output.pooled is not None:

@@ -23,6 +23,7 @@ from worker_client.service.pooled import (
     PooledInput,
     Pooling,
     supported_width,
+    take_activation,
 )
 from worker_client.service.streaming import JsonObject
 
@@ -163,7 +164,7 @@ def _take_texts(fields: BodyFields, name: str) -> list[_Text]:
 
 def _take_shared(fields: BodyFields) -> tuple[JsonObject, JsonObject]:
     """Return the fields of PoolingParams, and those of requests."""
-    return fields.take_all(("use_activation",)), fields.take_all(("priority",))
+    return take_activation(fields), fields.take_all(("priority",))
 
 
 def _json(value: JsonObject) -> Response:

@@ -32,6 +32,8 @@ class ServiceSettings:
     tool_call_parser: str = ""
     """Form in which the model calls tools (tool_calls.ToolForm); empty: as its chat template shows.
     """
+    generation_config: str = "auto"
+    """Source of the sampling defaults (generation_defaults.SOURCES)."""
     max_body_bytes: int = MAX_BODY_BYTES
     """A body is parsed at once, and nothing else runs meanwhile."""
     max_prompts: int = MAX_PROMPTS

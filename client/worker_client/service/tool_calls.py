@@ -1,13 +1,15 @@
-"""Finds the tool calls in a model's text while it comes: what may be a call is held back, all other
-text is passed on. Pure."""
+"""Finds the tool calls in a model's text while it comes: what may be a call is held back until it
+is certain, or until its arguments begin; all other text is passed on. Pure."""
 
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from enum import StrEnum
 from typing import Final, NamedTuple, NoReturn, TypeAlias
 
 import msgspec
+
+from worker_client.service.call_scan import CallScan
 
 MAX_HEAD: Final = 256
 """Characters between the mark of a call and its JSON."""
@@ -31,10 +33,23 @@ class ToolCall(NamedTuple):
 
     name: str
     arguments: str
-    """A JSON object, as the model has written it."""
+    """A JSON object, as the model has written it; its beginning, where calls come in parts."""
 
 
-Piece: TypeAlias = str | ToolCall
+class MoreArguments(NamedTuple):
+    """More of the last call's arguments, where calls come in parts."""
+
+    text: str
+
+
+class BrokenCall(NamedTuple):
+    """Said in place of the rest of calls that have begun, and turn out to be none."""
+
+    name: str
+    """The last function."""
+
+
+Piece: TypeAlias = str | ToolCall | MoreArguments | BrokenCall
 
 
 class _Marks(NamedTuple):
@@ -78,11 +93,16 @@ class ToolCallStream:
     """Splits the text of one output into text and calls, whatever the parts that it comes in.
 
     Whitespace around calls is dropped. What looks like a call and is none stays text. A call that
-    the output ends in is text too, unless only its closing mark is missing."""
+    the output ends in is text too, unless only its closing mark is missing.
 
-    def __init__(self, form: ToolForm, names: Collection[str]) -> None:
-        """names: of the functions. Other names make a call too if the form marks calls."""
+    In parts, a call begins with its arguments, and cannot become text any more: if it turns out to
+    be none, BrokenCall says so."""
+
+    def __init__(self, form: ToolForm, names: Collection[str], *, in_parts: bool = False) -> None:
+        """names: of the functions. Other names make a call too if the form marks calls. in_parts:
+        arguments are passed on as they come."""
         self._form = form
+        self._in_parts = in_parts
         self._names = frozenset(names)
         self._held = ""
         """Text outside of a call that may belong to the next one: whitespace, a part of a mark."""
@@ -102,15 +122,17 @@ class ToolCallStream:
                 if self._call is None:
                     return _joined(pieces)
             rest = self._call.take(text)
+            pieces += self._call.take_parts()
             if rest is None:
                 return _joined(pieces)
             text = rest
             self._end_call(pieces)
 
-    def finish(self) -> list[Piece]:
-        """Return the rest, at the end of the output."""
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        """Return the rest, at the end of the output. is_cut: there was no room for more tokens, so
+        a call that has begun stays as it is."""
         pieces: list[Piece] = []
-        if self._call is not None:
+        if self._call is not None and not (is_cut and self._call.has_begun_only):
             self._end_call(pieces)
         held, self._held = self._held, ""
         if held and not (self._is_behind_call and not held.strip(self._between)):
@@ -125,9 +147,11 @@ class ToolCallStream:
     def _end_call(self, pieces: list[Piece]) -> None:
         call, self._call = self._call, None
         assert call is not None
-        found = call.calls(self._names)
-        if found:
-            pieces += found
+        found, said = call.calls(self._names), call.said
+        if said != found[: len(said)]:
+            pieces.append(BrokenCall(said[-1].name))
+        elif found:
+            pieces += found[len(said) :]
             self._has_calls = self._is_behind_call = True
         else:
             self._say(call.text, pieces)
@@ -153,7 +177,7 @@ class ToolCallStream:
             return ""
         said = text[:place].rstrip(self._between)
         place += len(opener)
-        self._call = _OpenCall(self._form, text[len(said) : place])
+        self._call = self._opened(text[len(said) : place])
         self._say(said, pieces)
         return text[place:]
 
@@ -165,27 +189,37 @@ class ToolCallStream:
         elif opener.startswith(inner):  # nothing, or a part of it
             self._held = text
             if inner == opener:
-                self._held, self._call = "", _OpenCall(self._form, text)
+                self._held, self._call = "", self._opened(text)
         elif inner.startswith((opener, "{")):
             length = len(opener) if inner.startswith(opener) else 0
             place = len(text) - len(inner) + length
-            self._call = _OpenCall(self._form, text[:place])
+            self._call = self._opened(text[:place])
             return text[place:]
         else:
             self._say(text, pieces)
         return ""
 
+    def _opened(self, opener: str) -> "_OpenCall":
+        return _OpenCall(self._form, opener, self._begins)
+
+    def _begins(self, name: str) -> bool:
+        """Say whether arguments of a function are passed on before the call is complete."""
+        return self._in_parts and (self._form is not ToolForm.LLAMA3_JSON or name in self._names)
+
 
 class _OpenCall:
     """Text from the mark of a call on: a head, a JSON value, and a closing mark perhaps."""
 
-    def __init__(self, form: ToolForm, opener: str) -> None:
+    def __init__(self, form: ToolForm, opener: str, begins: Callable[[str], bool]) -> None:
         self._form = form
         self._opener = opener
+        self._begins = begins
+        self._said: list[tuple[str, list[str]]] = []
+        """Names and arguments of the calls that have been passed on in parts."""
         self._head = ""
         """Text between mark and value."""
         self._value: list[str] = []
-        self._scan = _JsonEnd()
+        self._scan = CallScan(begins)
         self._tail = ""
         """Text behind the value that is, or may be, the closing mark."""
 
@@ -207,6 +241,9 @@ class _OpenCall:
                 self._head = ""
                 return head
             self._head, text = head[:place], head[place:]
+            named = _HEAD.fullmatch(self._head)
+            if named is not None and self._form is ToolForm.MISTRAL:
+                self._scan = CallScan(self._begins, named[1])
         if not self._scan.is_done:
             length = self._scan.take(text)
             self._value.append(text[:length])
@@ -240,6 +277,29 @@ class _OpenCall:
             return None
         self._tail = ""
         return tail
+
+    def take_parts(self) -> list[Piece]:
+        """Return what can be passed on of its calls, once."""
+        parts, self._scan.parts = self._scan.parts, []
+        pieces: list[Piece] = []
+        for name, text in parts:
+            if name is None:
+                self._said[-1][1].append(text)
+                pieces.append(MoreArguments(text))
+            else:
+                self._said.append((name, [text]))
+                pieces.append(ToolCall(name, text))
+        return pieces
+
+    @property
+    def said(self) -> list[ToolCall]:
+        """Calls as far as they have been passed on."""
+        return [ToolCall(name, "".join(texts)) for name, texts in self._said]
+
+    @property
+    def has_begun_only(self) -> bool:
+        """True if some was passed on, and more must come."""
+        return bool(self._said) and not self._scan.is_done
 
     def calls(self, names: Collection[str]) -> list[ToolCall]:
         """Return its calls; none if it does not have their form."""
@@ -294,40 +354,6 @@ _HEAD: Final = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\
 
 def _are_known(calls: Iterable[ToolCall | None], names: Collection[str]) -> bool:
     return all(call is not None and call.name in names for call in calls)
-
-
-class _JsonEnd:
-    """Finds the end of a JSON object or list that comes in parts."""
-
-    def __init__(self) -> None:
-        self.is_done = False
-        self._depth = 0
-        self._is_in_text = False
-        self._is_escaped = False
-
-    def take(self, text: str) -> int:
-        """Return the number of characters that belong to it."""
-        for place, character in enumerate(text):
-            if self._is_in_text:
-                self._go_on_in_text(character)
-            elif character == '"':
-                self._is_in_text = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    self.is_done = True
-                    return place + 1
-        return len(text)
-
-    def _go_on_in_text(self, character: str) -> None:
-        if self._is_escaped:
-            self._is_escaped = False
-        elif character == "\\":
-            self._is_escaped = True
-        elif character == '"':
-            self._is_in_text = False
 
 
 def _undecided(text: str, opener: str, blanks: str) -> int:

@@ -127,7 +127,7 @@ def test_tools_and_the_choice_among_them():
     both = [tool("f", parameters={"type": "object"}, strict=True), tool("g", description="G")]
     auto = take_tools(BodyFields({"tools": both}))
     assert (auto.given, auto.is_required, auto.several) == (both, False, True)
-    assert [each.name for each in auto.functions] == ["f", "g"]
+    assert [(each.name, each.is_strict) for each in auto.functions] == [("f", True), ("g", False)]
     assert take_tools(BodyFields({"tools": both, "tool_choice": "auto"})) == auto
     assert take_tools(BodyFields({"tools": both, "tool_choice": "none"})) is None
     assert take_tools(BodyFields({"tools": []})) is None

@@ -14,7 +14,12 @@ from tests.support.fake_daemon import VOCAB_SIZE, Fault
 from tests.unit.client.conftest import worker_config
 from tests.unit.client.test_scheduler import expected, make_limits, random_requests
 from worker_client.driver import MAX_CONSECUTIVE_FAILURES, Driver
-from worker_client.errors import InvalidSchedulerOutput, StepFailed, WorkerDied
+from worker_client.errors import (
+    InvalidSchedulerOutput,
+    LeaseNotRenewed,
+    StepFailed,
+    WorkerDied,
+)
 from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, SchedulerInterface
 from worker_client.scheduler_output import SchedulerOutput, StepResult
@@ -115,6 +120,27 @@ def test_step_that_ends_well_begins_both_counts_anew():
     play.run()
     assert len(play.recovered) == 2 * MAX_CONSECUTIVE_FAILURES
     assert len(play.driver.records) == 4
+
+
+class LookedAtGroup:
+    """Has one finding for each look."""
+
+    def __init__(self, *findings) -> None:
+        self.findings = deque(findings)
+
+    def look(self) -> None:
+        found = self.findings.popleft()
+        if found is not None:
+            raise found
+
+
+def test_looks_for_dead_daemons_count_for_nothing_and_raise_nothing_else():
+    play = Play()
+    deaths = [WorkerDied(0, "scripted")] * (MAX_CONSECUTIVE_FAILURES + 1)
+    group = play.driver.group = LookedAtGroup(None, LeaseNotRenewed("scripted"), *deaths)
+    while group.findings:
+        play.driver.look()
+    assert play.recovered == deaths
 
 
 class DrainingGroup(ScriptedGroup):

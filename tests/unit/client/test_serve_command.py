@@ -56,6 +56,7 @@ def test_every_wrong_option_is_named_with_the_fix_and_no_key_is_shown(
         (("--model", model, "--gpus", "0", "--endpoints", "ipc:///a/b"), "gpus"),
         (("--model", model, "--endpoints", "ipc:///a/b,ipc:///a/c"), "endpoints"),
         (("--model", model, "--endpoints", "tcp://127.0.0.1:5"), "endpoint"),
+        (("--model", model, "--generation-config", "x"), "generation_config"),
         (("--model", model, "--api-key", "a-short"), "api_key"),
         (("--model", model, "--api-key", "with a space"), "api_key"),
         (("--model", model, "--admin-key-file", keys), "admin_key_file"),
@@ -121,7 +122,8 @@ def test_the_model_is_spread_over_the_gpus(
 def test_a_cpu_has_one_daemon_unless_sizes_say_more(model, served):
     run("--model", model, "--device", "cpu")
     run("--model", model, "--device", "cpu", "--pipeline-parallel-size", 2)
-    run("--model", model, "--endpoints", "ipc:///a/b")
+    run("--model", model, "--endpoints", "ipc:///a/b", "--generation-config", "none")
+    assert [own.generation_config for _, own in served] == ["auto", "auto", "none"]
     assert [group.devices for group, _ in served] == [("cpu",), ("cpu", "cpu"), ()]
     assert [group.endpoints for group, _ in served] == [(), (), ("ipc:///a/b",)]
 

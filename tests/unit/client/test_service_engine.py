@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import time
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from benchmarks.demo_model import make_demo_model
 from rpc_schema.config import ModelConfig, ParallelConfig, WorkerConfig
 from worker_client.async_driver import RequestProgress
-from worker_client.errors import RequestError, request_error
+from worker_client.errors import ClientConfigError, RequestError, request_error
 from worker_client.requests import (
     GenerationRequest,
     Reports,
@@ -22,7 +23,10 @@ from worker_client.scheduler.reference import OVERDUE
 from worker_client.scheduler_output import Logprobs
 from worker_client.service.engine import Engine, Model
 from worker_client.service.errors import HttpError
+from worker_client.service.fields import BodyFields
+from worker_client.service.generation_defaults import NAMES, sampling_defaults
 from worker_client.service.launch import ServedGroup
+from worker_client.service.options import take_options
 from worker_client.service.settings import ServiceSettings
 from worker_client.service.streaming import Usage
 
@@ -57,6 +61,48 @@ def engine(tmp_path_factory):
     settings = ServiceSettings(request_s=60.0)
     with contextlib.closing(Engine(ServedGroup(path, config), settings)) as made:
         yield made
+
+
+FILES = {
+    "none": {},
+    "of transformers": {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20},
+    "other fields": {"min_p": 0.1, "repetition_penalty": 1.05, "max_new_tokens": 3, "pad": None},
+    "integers": {"temperature": 1, "top_p": 1, "eos_token_id": [1, 2]},
+    "greedy": {"temperature": 0},
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_sampling_defaults_are_those_that_vllm_takes_of_transformers(tmp_path, name):
+    """By the code of vLLM's ModelConfig.get_diff_sampling_param, without max_new_tokens."""
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "generation_config.json").write_text(json.dumps(FILES[name]))
+    read = transformers.GenerationConfig.from_pretrained(tmp_path).to_diff_dict()
+    expected = {each: read[each] for each in NAMES if read.get(each) is not None}
+    assert sampling_defaults(tmp_path, "auto") == expected
+    assert sampling_defaults(tmp_path, "none") == {}
+    assert expected or name == "none"
+
+
+def test_what_a_body_says_wins_over_defaults():
+    defaults = {"temperature": 0.6, "top_k": 20}
+    assert take_options(BodyFields({}), {}) == {"temperature": 1.0}
+    assert take_options(BodyFields({"top_k": None}), defaults) == defaults
+    body = {"temperature": 0, "top_k": -1, "top_p": 0.5}
+    assert take_options(BodyFields(body), defaults) == {"temperature": 0, "top_k": 0, "top_p": 0.5}
+
+
+@pytest.mark.parametrize(
+    "text", ['{"temperature": "x"}', '{"top_p": 2}', '{"top_k": -2}', "[]", "{", "[" * 10**5]
+)
+def test_wrong_defaults_are_refused_with_the_fix(tmp_path, text):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ClientConfigError, match="--generation-config none") as refused:
+        sampling_defaults(tmp_path, "auto")
+    assert refused.value.field == "generation_config"
+    assert sampling_defaults(tmp_path, "none") == {}
+    with pytest.raises(ClientConfigError, match="auto, none"):
+        sampling_defaults(tmp_path, "vllm")
 
 
 def request(name, **sampling):
@@ -113,6 +159,10 @@ def test_a_refused_request_ends_all_of_its_body_and_names_its_prompt(engine, is_
     with pytest.raises(RequestError, match="it is wrong") as refused:
         parts_of(engine, progress, *map(request, "abc"))
     assert refused.value.field == "prompt[1]"
+    error = request_error("lora", "x", "it is wrong", "mend it")
+    with pytest.raises(RequestError) as refused:
+        parts_of(engine, progress, *map(request, "abc"))
+    assert refused.value.field == "model"
 
 
 def test_samples_begin_with_the_prompts_reports_and_count_it_once(engine):

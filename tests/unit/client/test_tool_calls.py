@@ -3,12 +3,15 @@ calls that it was written from."""
 
 import itertools
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker_client.service.tool_calls import (
+    BrokenCall,
+    MoreArguments,
     ToolCall,
     ToolCallStream,
     ToolForm,
@@ -19,7 +22,8 @@ from worker_client.service.tool_calls import (
 INF = float("inf")
 NAMES = ["get_weather", "add", "a-b"]
 PARTS = ['{"name": "add", "arguments": {}}', '{"name": "add"', "{", "}", "[", "]", '"', "\\", "add"]
-PARTS += [" ", "\n", "x", ";", "<tool", "_call>", "</", "[TOOL", '"a": 1']
+PARTS += [" ", "\n", "x", ";", "<tool", "_call>", "</", "[TOOL", '"a": 1', ",", ":", "[ARGS]"]
+PARTS += ['{"name": "add", ', '"name": "f"', '"arguments": {', '"parameters": {"a":"\\"}"}}']
 fast = settings(max_examples=60, deadline=None, database=None)
 
 values = st.recursive(
@@ -50,6 +54,29 @@ def split(form, parts):
     return texts, found
 
 
+def split_in_parts(form, parts, *, is_cut=False):
+    """Likewise, with calls in parts; and whether one could not go on."""
+    stream = ToolCallStream(form, NAMES, in_parts=True)
+    pieces = [piece for part in parts for piece in stream.push(part)]
+    pieces += stream.finish(is_cut=is_cut)
+    texts, found, is_broken = "", [], False
+    for piece in pieces:
+        if isinstance(piece, str):
+            texts += piece
+        elif isinstance(piece, BrokenCall):
+            is_broken = True
+            break  # the answer ends
+        elif isinstance(piece, MoreArguments):
+            found[-1] = (found[-1][0], found[-1][1] + piece.text)
+        else:
+            found.append(tuple(piece))
+    return texts, found, is_broken
+
+
+def read(found):
+    return [(name, json.loads(arguments)) for name, arguments in found]
+
+
 def cut(data, text):
     places = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
     bounds = [0, *sorted(places), len(text)]
@@ -67,6 +94,9 @@ def test_calls_are_found_wherever_the_text_is_cut(form, data):
     expected = "" if form is ToolForm.LLAMA3_JSON else before.rstrip()
     assert split(form, cut(data, text)) == (expected, made)
     assert split(form, list(text)) == (expected, made)
+    for parts in (cut(data, text), list(text), [text]):
+        texts, found, is_broken = split_in_parts(form, parts)
+        assert (texts, read(found), is_broken) == (expected, made, False)
 
 
 @pytest.mark.parametrize("form", ToolForm)
@@ -76,6 +106,29 @@ def test_what_a_text_is_does_not_depend_on_its_parts(form, data):
     """Whatever it holds: broken calls, marks without calls, text behind them."""
     text = "".join(data.draw(st.lists(st.sampled_from([*marks_of(form), *PARTS]), max_size=14)))
     assert split(form, cut(data, text)) == split(form, list(text)) == split(form, [text])
+    texts, found, is_broken = split_in_parts(form, [text])
+    assert split_in_parts(form, cut(data, text)) == (texts, found, is_broken)
+    assert split_in_parts(form, list(text)) == (texts, found, is_broken)
+    if not is_broken:
+        assert (texts, read(found)) == split(form, [text])
+
+
+@pytest.mark.parametrize("form", ToolForm)
+@fast
+@given(st.data())
+def test_an_output_may_end_within_a_call(form, data):
+    """What has been passed on by then is the beginning of what the whole call would be."""
+    text = written(form, data.draw(calls))
+    end = data.draw(st.integers(0, len(text)))
+    _, whole, _ = split_in_parts(form, [text])
+    texts, found, is_broken = split_in_parts(form, list(text[:end]), is_cut=True)
+    assert not is_broken
+    assert [name for name, _ in found] == [name for name, _ in whole][: len(found)]
+    assert [own for _, own in found[:-1]] == [own for _, own in whole][: max(len(found) - 1, 0)]
+    assert not found or whole[len(found) - 1][1].startswith(found[-1][1])
+    assert text[:end].rstrip().endswith(texts.rstrip()), "a call that has not begun is text"
+    _, _, is_broken = split_in_parts(form, list(text[:end]))
+    assert is_broken == (len(split(form, [text[:end]])[1]) < len(found))
 
 
 @fast
@@ -83,6 +136,52 @@ def test_what_a_text_is_does_not_depend_on_its_parts(form, data):
 def test_text_without_a_call_stays_as_it_is(text):
     for form in ToolForm:
         assert split(form, list(text)) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        (
+            ToolForm.HERMES,
+            'So <tool_call>{"name": "add", "arguments": {"a": "}", "b": {}}}</tool_call>',
+            ["So", ("add", "{"), '"', "a", '"', ": ", '"', "}", '"', ", ", '"', "b"],
+        ),
+        (ToolForm.LLAMA3_JSON, '{"name": "add", "parameters": {"a": 1}}', [("add", "{"), '"', "a"]),
+        (ToolForm.MISTRAL, '[TOOL_CALLS]add[ARGS]{"a": 1}', [("add", "{"), '"', "a"]),
+        (
+            ToolForm.MISTRAL,
+            '[TOOL_CALLS][{"name": "add", "arguments": {}}, {"name": "f", "arguments": {"a": 1}}]',
+            [("add", "{"), "}", ("f", "{"), '"', "a", '"', ": "],
+        ),
+    ],
+)
+def test_arguments_are_passed_on_as_they_come(form, text, expected):
+    """As soon as a token is here: the tokens are words and signs."""
+    stream = ToolCallStream(form, NAMES, in_parts=True)
+    pieces = [piece for part in re.findall(r"\w+|: |, |\W", text) for piece in stream.push(part)]
+    said = [
+        piece.text if isinstance(piece, MoreArguments) else
+        tuple(piece) if isinstance(piece, ToolCall) else piece
+        for piece in pieces
+    ]  # fmt: skip
+    assert said[: len(expected)] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "is_broken"),
+    [
+        ('{"name": "add", "arguments": {x}}', [("add", "{x}")], True),
+        ('{"name": "add", "arguments": {"a": 1}, "name": "f"}', [("add", '{"a": 1}')], True),
+        ('{"name": "add", "arguments": {"a": 1', [("add", '{"a": 1')], True),
+        ('{"name": "add", "arguments": [1]}', [], False),
+        ('{"arguments": {"a": 1}, "name": "add"}', [("add", '{"a": 1}')], False),
+        ('{"name": "\\u0061dd", "arguments": {}}', [("add", "{}")], False),
+        ('{"name": "\\ud800", "arguments": {}}', [], False),
+        ('{"name": 3, "arguments": {}}', [], False),
+    ],
+)
+def test_calls_that_are_none_after_all(text, found, is_broken):
+    assert split_in_parts(ToolForm.HERMES, list("<tool_call>" + text))[1:] == (found, is_broken)
 
 
 CASES = {
@@ -106,10 +205,17 @@ CASES = {
 }  # fmt: skip
 
 
+BROKEN = ["no number"]
+"""Those that have begun by then."""
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_forms_at_their_borders(name):
     form, text, said, made = CASES[name]
     assert split(form, list(text)) == (said, made)
+    texts, found, is_broken = split_in_parts(form, list(text))
+    assert is_broken == (name in BROKEN)
+    assert is_broken or (texts, read(found)) == (said, made)
 
 
 def test_text_is_passed_on_before_a_call():
@@ -124,6 +230,8 @@ def test_text_is_passed_on_before_a_call():
 def test_calls_that_never_end_take_no_more_than_their_length():
     text = "<tool_call>{" * 20_000
     assert split(ToolForm.HERMES, [text]) == (text, [])
+    text = '<tool_call>{"name": "add", "arguments": ' + '{"a": [' * 20_000
+    assert split_in_parts(ToolForm.HERMES, [*text])[2]
     assert split(ToolForm.MISTRAL, ["[TOOL_CALLS]" + "[" * 50_000 + "]" * 50_000])[1] == []
 
 

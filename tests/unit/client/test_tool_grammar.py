@@ -10,7 +10,12 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from worker_client.service.tool_calls import ToolCall, ToolCallStream, ToolForm
-from worker_client.service.tool_grammar import Function, call_grammar, written_marks
+from worker_client.service.tool_grammar import (
+    Function,
+    call_grammar,
+    text_grammar,
+    written_marks,
+)
 from worker_client.structured.mask_process import as_llguidance
 
 SEED = random.randrange(10**6)
@@ -26,11 +31,13 @@ WEATHER = {
     "$defs": {"days": {"type": "integer", "minimum": 1, "maximum": 9}},
 }
 FUNCTIONS = [Function("get_weather", WEATHER), Function("now"), Function("a-b", {"type": "object"})]
-SCHEMAS = {name: schema or {"type": "object", "maxProperties": 0} for name, schema in FUNCTIONS}
+SCHEMAS = {own.name: own.parameters or {"maxProperties": 0} for own in FUNCTIONS}
+STRICT = [Function("get_weather", WEATHER, is_strict=True), Function("now", is_strict=True)]
+STRICT.append(Function("a-b", {"enum": [{}]}))
 
 
-def matcher(form, functions=FUNCTIONS, special=(), *, several=True):
-    text = call_grammar(form, functions, dict(special), several=several)
+def matcher(form, functions=FUNCTIONS, special=(), *, several=True, grammar=call_grammar):
+    text = grammar(form, functions, dict(special), several=several)
     return LLMatcher(TOKENIZER, as_llguidance("grammar", text, {}))
 
 
@@ -93,6 +100,64 @@ def test_what_models_write_is_allowed_and_nothing_else(form):
     assert not allows(form, text.replace("get_weather", "get_news"))
     assert allows(form, text, functions=FUNCTIONS[:1]) == (form is ToolForm.LLAMA3_JSON)
     assert allows(form, text, several=False) == (form is ToolForm.LLAMA3_JSON)
+
+
+OPENER = {ToolForm.HERMES: "<tool_call>", ToolForm.MISTRAL: "[TOOL_CALLS]"}
+SPECIAL = {"<tool_call>": ord("@"), "[TOOL_CALLS]": ord("@"), "<|python_tag|>": ord("@")}
+
+
+@pytest.mark.parametrize("special", [{}, SPECIAL])
+@pytest.mark.parametrize("form", ToolForm)
+def test_what_begins_as_a_call_in_a_text_is_one(form, special):
+    """Text is free; functions that are not strict take any arguments."""
+
+    def is_allowed(text, functions=STRICT, **options):
+        for mark in special:
+            text = text.replace(mark, "@")
+        own = {"functions": functions, "special": special, "grammar": text_grammar}
+        return allows(form, text, **own, **options)
+
+    text = WRITTEN[form]
+    assert is_allowed(text)
+    assert is_allowed("") and is_allowed("Sure.\n") and is_allowed("a < b [TOOL {x} <tool_cal")
+    assert not is_allowed(text[:-12]), "it does not end within a call"
+    assert not is_allowed(text.replace("Oslo", "Rome"))
+    assert not is_allowed(text.replace("get_weather", "get_news"))
+    free = text.replace("get_weather", "a-b").replace("Oslo", "Rome")
+    assert is_allowed(free)
+    assert not is_allowed(free, [each._replace(is_strict=True) for each in STRICT])
+    if not special:  # bytes are text too, where no special token is looked for
+        assert is_allowed(text, several=False) == (form is ToolForm.LLAMA3_JSON)
+    wrong = text.replace("Oslo", "Rome")
+    if form is ToolForm.LLAMA3_JSON:
+        assert is_allowed(f"<|python_tag|>{text}") and is_allowed(f"\n {text}")
+        assert not is_allowed('{"answer": 3}') and not is_allowed("<|python_tag|>print()")
+        assert is_allowed(f"Sure. {wrong}"), "that is no call"
+    else:
+        assert is_allowed(f"Sure.\n{text}\nand {text} so")
+        assert not is_allowed(f"Sure. {wrong}") and not is_allowed(f"{text} {wrong}")
+        assert not is_allowed(f"{text} {OPENER[form]}now")
+
+
+@pytest.mark.parametrize("form", ToolForm)
+def test_texts_have_no_call_that_is_none(form):
+    """Whatever a random model writes behind the mark of a call."""
+    rng, num_calls = random.Random(SEED), 0
+    opener = OPENER.get(form, "{")
+    for _ in range(8):
+        made = matcher(form, STRICT, grammar=text_grammar)
+        assert made.try_consume_tokens(list(opener.encode())) == len(opener)
+        text = random_text(made, rng)
+        if text is None:
+            continue
+        for piece in calls_of(form, opener + text):
+            if isinstance(piece, ToolCall):
+                num_calls += 1
+                if piece.name != "a-b":
+                    jsonschema.validate(json.loads(piece.arguments), SCHEMAS[piece.name])
+            else:
+                assert opener not in piece, SEED
+    assert num_calls, SEED
 
 
 def test_marks_that_are_special_tokens_are_named_by_their_ids():
