@@ -48,6 +48,9 @@ class DataParallelGroup:
             ClientConfigError: the number of endpoints is not that of all replicas, an endpoint is
                 named twice, or one is unusable.
         """
+        if parallel.data_parallel_lockstep:
+            problem, fix = "replicas in lockstep are one group", "use WorkerGroup for all of them"
+            raise config_error("parallel.data_parallel_lockstep", True, problem, fix)
         needed = parallel.world_size_across_dp
         if len(endpoints) != needed:
             problem = (
