@@ -107,7 +107,11 @@ class DataParallelGroup:
         wait_s: float = 0.0,
     ) -> list[lc.Status]:
         """Attach to all daemons of all replicas under one epoch, or to none; return their states by
-        rank. Options and errors are those of WorkerGroup.attach."""
+        rank. Options and errors are those of WorkerGroup.attach, and
+
+        Raises:
+            ReplicasMissing: daemons do not run; names each replica that lacks one.
+        """
         found = attach_together(
             [replica.attachment for replica in self.replicas],
             timeout_s,
