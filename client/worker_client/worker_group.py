@@ -81,7 +81,7 @@ class WorkerGroup:
                 unusable, or there is no such replica.
         """
         place = _replica_place(parallel, dp_rank)
-        parsed = parse_endpoints(endpoints, parallel, keys)
+        parsed = parse_endpoints(endpoints, parallel, keys, parallel.replicas_in_step)
         self.parallel = parallel
         self.driver_id = new_driver_id() if driver_id is None else driver_id
         self.max_in_flight = parallel.pipeline_parallel_size + 1
@@ -346,7 +346,7 @@ class WorkerGroup:
         size = self.parallel.world_size
         output = self.ranks.index(self.output_rank)
         return [
-            replace(request, dp_rank=begin // size)
+            replace(request, dp_rank=(self.ranks[0] + begin) // size)
             for begin in range(0, len(rows), size)
             for request in merge(rows[begin : begin + size], output, groups, every)
         ]
@@ -542,21 +542,20 @@ def _replica_place(parallel: ParallelConfig, dp_rank: int | None) -> ReplicaPlac
 
 
 def parse_endpoints(
-    endpoints: Sequence[str], parallel: ParallelConfig, keys: Keys
+    endpoints: Sequence[str], parallel: ParallelConfig, keys: Keys, num_replicas: int
 ) -> list[Endpoint]:
-    """Return the endpoints of a group's ranks. Raises ClientConfigError as WorkerGroup does."""
-    needed = parallel.group_size
+    """Return the endpoints of the ranks of so many replicas. Raises ClientConfigError as
+    WorkerGroup does."""
+    needed = num_replicas * parallel.world_size
     if len(endpoints) != needed:
-        replicas = f"data_parallel_size {needed // parallel.world_size} x "
+        replicas = f"data_parallel_size {num_replicas} x " if num_replicas > 1 else ""
         raise ClientConfigError(
-            f"{replicas if parallel.data_parallel_lockstep else ''}"
-            f"pipeline_parallel_size {parallel.pipeline_parallel_size} x tensor_parallel_size "
-            f"{parallel.tensor_parallel_size} needs {needed} daemons",
+            f"{replicas}pipeline_parallel_size {parallel.pipeline_parallel_size} x "
+            f"tensor_parallel_size {parallel.tensor_parallel_size} needs {needed} daemons",
             field="endpoints",
             value=list(endpoints),
             fix=f"give {needed} endpoints, or other parallel sizes",
         )
-    parsed = [parse_endpoint(endpoint, keys) for endpoint in endpoints]
     if len(set(endpoints)) != len(endpoints):
         raise ClientConfigError(
             "an endpoint is named twice",
@@ -564,4 +563,4 @@ def parse_endpoints(
             value=list(endpoints),
             fix="name each daemon once",
         )
-    return parsed
+    return [parse_endpoint(endpoint, keys) for endpoint in endpoints]

@@ -53,7 +53,7 @@ class AdoptedRequest:
     """Number of the version of the weights that have computed its KV and sampled its tokens since
     its admission."""
     dp_rank: int = 0
-    """The replica in lockstep that has it."""
+    """The replica that has it."""
 
     @property
     def blocks_by_group(self) -> tuple[tuple[int, ...], ...]:

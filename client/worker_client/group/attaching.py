@@ -246,10 +246,8 @@ def _with_each(attachments: Sequence[Attachment], meet: Callable[[Attachment], N
             meet(each)
         except WorkerDied as error:
             missing[dp_rank] = error
-    if len(attachments) > 1 and missing:
-        raise ReplicasMissing(missing)
-    for error in missing.values():
-        raise error
+    if missing:
+        raise ReplicasMissing(missing) if len(attachments) > 1 else missing[0]
 
 
 def _commit_together(

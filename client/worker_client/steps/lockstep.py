@@ -128,7 +128,9 @@ class LockstepSlots:
 
     def withdraw(self, output: SchedulerOutput) -> frozenset[str]:
         """See SlotTable.withdraw."""
-        return self.drop_all() | named_ids(output)
+        parts: object = getattr(output, "replicas", ())
+        given = parts if isinstance(parts, tuple) else ()
+        return self.drop_all().union(*map(named_ids, (output, *given)))
 
     def require_resync(self) -> None:
         """See SlotTable.require_resync."""

@@ -2,6 +2,7 @@
 each; idle replicas, failures of a replica's rank, and refusals. Real daemons:
 tests/e2e/test_replicas.py."""
 
+import asyncio
 import contextlib
 import random
 import re
@@ -16,6 +17,7 @@ from rpc_schema.errors import ErrorCode, WorkerError
 from tests.support.fake_daemon import FakeDaemon, Fault, reference_tokens
 from tests.support.waiting import wait_until
 from tests.unit.client.conftest import worker_config
+from worker_client.async_driver import AsyncDriver
 from worker_client.driver import Driver
 from worker_client.errors import (
     ClientConfigError,
@@ -381,3 +383,29 @@ def test_one_replica_writes_the_files(loaded):
     for daemon in daemons[2:]:
         assert not {"SaveShardedState", "FinishShardedState"} & {*daemon.operations}
     wait_until(lambda: len({daemon.last_seq for daemon in daemons}) == 1, "all ranks")
+
+
+def test_withdrawn_step_names_the_requests_of_all_parts(loaded):
+    group, _, _ = loaded(2)
+    group.execute_model(LockstepOutput.of([admission("a"), admission("b")])).result()
+    unsent = LockstepOutput(replicas=(admission("c"), SchedulerOutput({"b": 1})))
+    assert group.withdraw(unsent) == {"a", "b", "c"}
+    assert group.withdraw(LockstepOutput(replicas=None)) == frozenset()
+    group.execute_model(LockstepOutput.of([admission("a"), admission("b")])).result()
+
+
+def test_tokens_are_streamed_from_every_replica(loaded):
+    group, scheduler, _ = loaded(2)
+
+    async def collect(driver: AsyncDriver, number: int) -> tuple[int, list[int]]:
+        parts = [each.token_ids async for each in driver.generate(request_of(number))]
+        return len(parts), [token for part in parts for token in part]
+
+    async def main() -> None:
+        opened = Driver(group, scheduler)
+        async with AsyncDriver(lambda: contextlib.nullcontext(opened)) as driver:
+            found = await asyncio.gather(*(collect(driver, number) for number in range(4)))
+        assert [tokens for _, tokens in found] == [expected(number) for number in range(4)]
+        assert all(num_parts > 2 for num_parts, _ in found), "as they come"
+
+    asyncio.run(main())
