@@ -24,6 +24,7 @@ from worker_client.replicas.group import DataParallelGroup
 from worker_client.replicas.lockstep import LockstepScheduler
 from worker_client.scheduler import Scheduler, scheduler_limits
 from worker_client.scheduler_output import LockstepOutput, SchedulerOutput
+from worker_client.trainer.sender import WeightSender
 from worker_client.worker_group import WorkerGroup
 
 NUM_BLOCKS = 128
@@ -206,7 +207,7 @@ def every_request(cases):
     ("pp", "tp"),
     [
         pytest.param(1, 1, marks=pytest.mark.exhaustive),
-        (2, 1),
+        pytest.param(2, 1, marks=pytest.mark.exhaustive),
         (1, 2),
         pytest.param(2, 2, marks=pytest.mark.exhaustive),
     ],
@@ -282,6 +283,23 @@ def test_next_driver_adopts_the_requests_of_replicas_in_lockstep(open_lockstep, 
         assert {each.req_id: each.token_ids for each in outputs} == expected
 
 
+def test_update_is_one_operation_of_replicas_in_lockstep(open_lockstep, checkpoint):
+    """A trainer sends each tensor to all replicas' ranks, which then have one version."""
+    new = checkpoint(seed=91)
+    own = random_cases(new, 42, 4, MAX_TOKENS)
+    group, scheduler = open_lockstep(1, 1)
+    with WeightSender(group, "gloo", timeout_s=20.0) as sender:
+        report = sender.send(dict(new.model.state_dict()))
+    weights = [status.weights for status in group.get_status()]
+    assert [each.version for each in weights] == [report.version] * 2
+    assert weights[0].identity == weights[1].identity
+    driver = Driver(group, scheduler)
+    for request in own.requests:
+        driver.add_request(request)
+    assert {each.req_id: each.token_ids for each in driver.run()} == own.expected
+
+
+@pytest.mark.exhaustive
 def test_counts_of_replicas_that_are_wrong_refuse_the_step(open_lockstep, cases):
     """A daemon checks its own replica's, and that there are those of all; nothing is applied."""
     group, scheduler = open_lockstep(1, 1)
