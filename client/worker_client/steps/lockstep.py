@@ -9,7 +9,7 @@ import numpy as np
 
 from rpc_schema.codec import Frame
 from worker_client.errors import ClientError
-from worker_client.scheduler_output import LockstepOutput, SchedulerOutput, StepValues
+from worker_client.scheduler_output import SchedulerOutput, StepValues
 from worker_client.steps.cached_blocks import CachedBlocks
 from worker_client.steps.encoded_step import EncodedStep
 from worker_client.steps.slots import Confirm, SlotTable, check_deferred, check_values
@@ -114,8 +114,8 @@ class LockstepSlots:
         return LockstepStep(seq, step.output, encoded, sent)
 
     def fail(self, outputs: Iterable[SchedulerOutput]) -> frozenset[str]:
-        """See SlotTable.fail."""
-        failed = [output.replicas for output in outputs if isinstance(output, LockstepOutput)]
+        """See SlotTable.fail. One without a part for each replica was never sent."""
+        failed = [parts for output in outputs if (parts := self._whole(output)) is not None]
         lost = [
             table.fail([parts[place] for parts in failed])
             for place, table in enumerate(self._tables)
@@ -154,16 +154,19 @@ class LockstepSlots:
     def _parts_of(self, output: SchedulerOutput) -> Sequence[SchedulerOutput]:
         """Return the parts of a step. Raises InvalidSchedulerOutput: it does not have one for each
         replica."""
-        parts: object = getattr(output, "replicas", None)
-        if not isinstance(parts, tuple) or [*map(type, parts)] != [SchedulerOutput] * len(
-            self._tables
-        ):
-            message = "replicas in lockstep take each step together"
-            fix = (
-                f"a LockstepOutput with a SchedulerOutput for each of {len(self._tables)} replicas"
-            )
-            refuse(StepFault(message, "replicas", parts, fix))
+        parts = self._whole(output)
+        if parts is None:
+            message, most = "replicas in lockstep take each step together", len(self._tables)
+            fix = f"a LockstepOutput with a SchedulerOutput for each of {most} replicas"
+            refuse(StepFault(message, "replicas", getattr(output, "replicas", None), fix))
         return parts
+
+    def _whole(self, output: SchedulerOutput) -> Sequence[SchedulerOutput] | None:
+        """Return the parts of a step; None if it does not have one for each replica."""
+        parts: object = getattr(output, "replicas", None)
+        if not isinstance(parts, tuple) or len(parts) != len(self._tables):
+            return None
+        return parts if all(type(part) is SchedulerOutput for part in parts) else None
 
     def _check_places(self, parts: Sequence[SchedulerOutput]) -> None:
         """Raise InvalidSchedulerOutput if a request is new in a replica, and in another one or new

@@ -409,3 +409,18 @@ def test_tokens_are_streamed_from_every_replica(loaded):
         assert all(num_parts > 2 for num_parts, _ in found), "as they come"
 
     asyncio.run(main())
+
+
+def test_wrong_step_after_a_failure_reports_the_failure(loaded):
+    """It was planned before the failure was known, as any step that is given then."""
+    group, _, daemons = loaded(2)
+    daemons[0].faults = [Fault(0, code=ErrorCode.CAPACITY), Fault(1, code=ErrorCode.CAPACITY)]
+    for wrong in (LockstepOutput(replicas=None), SchedulerOutput(), LockstepOutput.of([])):
+        future = group.execute_model(LockstepOutput.of([admission("a"), admission("b")]))
+        wait_until(future.done, "the failure")
+        with pytest.raises(StepFailed) as caught:
+            group.execute_model(wrong).result()
+        assert caught.value.lost_req_ids == {"a", "b"}
+        if daemons[0].num_executes == 2:
+            break
+    group.execute_model(LockstepOutput.of([admission("a"), admission("b")])).result()
