@@ -18,6 +18,7 @@ import numpy as np
 from benchmarks.stage_driver import StageDriver, bitmap, wait
 from rpc_schema.config import SpeculativeConfig
 from rpc_schema.step import ExecuteModel
+from worker_daemon.runner.output import PendingOutput
 
 MODELS = Path(__file__).parent / "models"
 NUM_WARM, NUM_TIMED = 12, 40
@@ -41,12 +42,15 @@ def measure(driver: StageDriver, num_seqs: int, num_drafts: int) -> Timed:
     driver.admit(num_seqs, PROMPT_LEN, (most + 4) * (1 + num_drafts))
     slots = np.arange(num_seqs)
     refused: deque[np.ndarray[tuple[int], np.dtype[np.int64]]] = deque()
-    in_flight, times, gained = deque(), [], 0
+    in_flight: deque[PendingOutput | None] = deque()
+    times, gained = [], 0
     for step in range(NUM_WARM + NUM_TIMED):
         by = refused.popleft() if refused else np.zeros(num_seqs, np.int64)
         in_flight.append(driver.worker.execute_model(_step(driver, slots, num_drafts, by), []))
         if len(in_flight) == 2:
-            reply, _ = in_flight.popleft().result()
+            oldest = in_flight.popleft()
+            assert oldest is not None, "the only stage answers every step"
+            reply, _ = oldest.result()
             times.append(time.perf_counter())
             counts = np.frombuffer(reply.num_sampled or b"\1" * num_seqs, np.uint8)
             refused.append(1 + num_drafts - counts.astype(np.int64))

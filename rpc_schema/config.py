@@ -42,7 +42,10 @@ class ParallelConfig(Value, frozen=True, kw_only=True):
     layer_partition: tuple[Positive, ...] | None = None
     """Layers of each stage; None splits them evenly; middle stages get the remainder."""
     data_parallel_size: Positive = 1
-    """Replicas of the model, each with its own pipeline x tensor ranks, link and steps."""
+    """Replicas of the model, each with its own pipeline x tensor ranks."""
+    data_parallel_lockstep: bool = False
+    """All replicas take each step together, under one link and one sequence, as models need that
+    share something between replicas. False: a replica has a link and steps of its own."""
 
     @property
     def world_size(self) -> int:
@@ -53,6 +56,16 @@ class ParallelConfig(Value, frozen=True, kw_only=True):
     def world_size_across_dp(self) -> int:
         """Number of daemons of all replicas."""
         return self.data_parallel_size * self.world_size
+
+    @property
+    def replicas_in_step(self) -> int:
+        """Number of replicas that take each step together."""
+        return self.data_parallel_size if self.data_parallel_lockstep else 1
+
+    @property
+    def group_size(self) -> int:
+        """Number of daemons that share a link and a sequence of steps."""
+        return self.replicas_in_step * self.world_size
 
     def ranks_of(self, dp_rank: int) -> range:
         """Return the global ranks of one replica."""
@@ -231,11 +244,10 @@ class Rendezvous(Value, frozen=True, kw_only=True):
     """A rank's access to a new link."""
 
     link: Annotated[int, Meta(ge=1, le=2**63 - 1)]
-    """Modulo data_parallel_size it is the rank's replica, so that no step of another replica names
-    it."""
+    """Without data_parallel_lockstep it is, modulo data_parallel_size, the rank's replica, so that
+    no step of another replica names it."""
     place: RendezvousAddress | None
-    """Served by one of the replica's daemons; None for a replica of one, which needs no
-    rendezvous."""
+    """Served by one of the link's daemons; None for a link of one, which needs no rendezvous."""
     rank: Count
     local_world_size: Positive
     """Daemons of all replicas on this host: they share its CPU cores."""

@@ -63,7 +63,9 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     scheduled tokens. A slot whose scheduled tokens reach its last known token samples one token
     (or as many as num_samples says), or, for a pooling request, has its output in the reply. Frame
     0 holds the tokens of scheduled_new_reqs, in their order, if there are any; the frames of
-    extensions follow.
+    extensions follow. With data_parallel_lockstep each replica's ranks get the replica's own
+    message and frames, and then one more frame, the same for all: int32 [replicas, 2], the numbers
+    of requests and of tokens that each replica has in this step. A replica may have none.
 
     If drafts, or another feature, may refuse tokens that a step has counted, a slot's counts of
     computed and of known tokens are upper bounds: the device has the true ones, from which a step

@@ -30,7 +30,8 @@ Directory = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 class BroadcastEngine(Value, frozen=True, tag=1, kw_only=True):
     """A separate communicator over torch.distributed: the trainer is rank 0 and serves the
-    rendezvous, a worker is rank_offset + its rank within its replica."""
+    rendezvous, a worker is rank_offset + its rank within its group: its
+    replica, or all replicas in lockstep."""
 
     backend: Literal["gloo", "nccl"]
     place: RendezvousAddress

@@ -18,7 +18,8 @@ ClientError
  +- OutOfThreads              this process can start no thread
  +- LeaseNotRenewed           the thread that renews the lease has failed
  +- WorkerDied                a daemon is dead, or has been given up
- |   `- NothingListens            no daemon is at an endpoint: it was not started, or has ended
+ |   +- NothingListens            no daemon is at an endpoint: it was not started, or has ended
+ |   `- ReplicasMissing           replicas lack daemons: names each replica
  +- ReplacementFailed         no daemon took a lost rank's place
  +- LinkGivenUp               links between the ranks failed too often in a row
  +- LaunchError               a local daemon did not become ready
@@ -249,6 +250,18 @@ class NothingListens(WorkerDied):
             "(--wait SECONDS, attach(wait_s=SECONDS))",
         )
         self.why = why
+
+
+class ReplicasMissing(WorkerDied):
+    """Daemons are missing, and a group of several replicas attaches to all of them or to none.
+    `by_replica` has, by dp_rank, the error of the first one that each replica lacks."""
+
+    def __init__(self, by_replica: Mapping[int, WorkerDied]) -> None:
+        first = next(iter(by_replica.values()))
+        super().__init__(first.rank, first.endpoint, first.detail)
+        self.by_replica = dict(by_replica)
+        lacking = (f"replica {dp_rank} lacks {died}" for dp_rank, died in by_replica.items())
+        self.args = ("\n".join(lacking),)
 
 
 class LinkGivenUp(ClientError):

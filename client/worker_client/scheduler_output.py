@@ -1,10 +1,11 @@
 """A scheduler's output and its results, by request id: the convenient form of a step.
 `steps/slots.py` converts it to the wire's."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from itertools import chain, zip_longest
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from msgspec import Struct
@@ -14,6 +15,8 @@ from rpc_schema.codec import Frame
 from rpc_schema.extensions import ReplyExtension, RequestExtension, StepExtension
 from rpc_schema.pooling import PooledOutputs
 from rpc_schema.sampling import TokenLogprobs
+
+ValueT = TypeVar("ValueT")
 
 
 class NewRequest(Struct, frozen=True, gc=False):
@@ -145,6 +148,41 @@ class SchedulerOutput:
     def total_num_scheduled_tokens(self) -> int:
         """Number of tokens in this step."""
         return len(self.decode_req_ids) + sum(self.num_scheduled_tokens.values())
+
+
+@dataclass(slots=True)
+class LockstepOutput(SchedulerOutput):
+    """One step of all replicas in lockstep. The other fields are those of its replicas together,
+    but `extensions` are for the requests of all of them; see `of`."""
+
+    replicas: tuple[SchedulerOutput, ...] = ()
+    """Each replica's part, by dp_rank; one without requests has an empty part."""
+
+    @classmethod
+    def of(cls, replicas: Sequence[SchedulerOutput]) -> "LockstepOutput":
+        """Return the step that consists of these parts."""
+        more = zip_longest(*(part.more_new_block_ids for part in replicas), fillvalue=_NONE)
+        return cls(
+            num_scheduled_tokens=_united(part.num_scheduled_tokens for part in replicas),
+            decode_req_ids=tuple(chain(*(part.decode_req_ids for part in replicas))),
+            scheduled_new_reqs=tuple(chain(*(part.scheduled_new_reqs for part in replicas))),
+            new_block_ids=_united(part.new_block_ids for part in replicas),
+            more_new_block_ids=tuple(_united(group) for group in more),
+            finished_req_ids=tuple(chain(*(part.finished_req_ids for part in replicas))),
+            preempted_req_ids=tuple(chain(*(part.preempted_req_ids for part in replicas))),
+            num_samples=_united(part.num_samples for part in replicas),
+            num_drafts=_united(part.num_drafts for part in replicas),
+            draft_token_ids=_united(part.draft_token_ids for part in replicas),
+            replicas=tuple(replicas),
+        )
+
+
+_NONE: Mapping[str, Any] = {}
+
+
+def _united(mappings: Iterable[Mapping[str, ValueT]]) -> dict[str, ValueT]:
+    """Return all entries of mappings that share no key."""
+    return {key: value for mapping in mappings for key, value in mapping.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,11 @@
-"""A pipeline x tensor group of daemons as one worker, alone or a replica of several: its typed
-operations, their order and their timeouts."""
+"""A pipeline x tensor group of daemons as one worker, alone, one replica of several, or all
+replicas in lockstep: its typed operations, their order and their timeouts."""
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.adoption import AdoptRequests
@@ -13,7 +14,7 @@ from rpc_schema.config import ParallelConfig, WorkerConfig
 from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.health import CheckHealthReply
 from rpc_schema.kv_cache import groups_of
-from rpc_schema.step import ExecuteDummyBatch, SampleTokens
+from rpc_schema.step import ExecuteDummyBatch
 from worker_client.errors import (
     ClientConfigError,
     ClientError,
@@ -38,14 +39,17 @@ from worker_client.group.uploads import GroupUploads
 from worker_client.group.waiting import Waiter
 from worker_client.group.weights import GroupWeights
 from worker_client.scheduler_output import SchedulerOutput, StepValues
+from worker_client.steps.encoded_step import EncodedStep
+from worker_client.steps.lockstep import LockstepSlots, LockstepStep
 from worker_client.steps.slots import SlotTable
-from worker_client.steps.step_values import named
 from worker_client.wire.endpoint import Endpoint, new_driver_id, parse_endpoint
 from worker_client.wire.keys import NO_KEYS, Keys
 from worker_client.wire.lease import LeaseTerms
 
 NO_MORE_SLOTS = 65535
 """A row number that does not exist."""
+
+_EncodeSampling: TypeAlias = Callable[..., EncodedStep | LockstepStep | None]
 
 
 class WorkerGroup:
@@ -68,25 +72,31 @@ class WorkerGroup:
     ) -> None:
         """Connect; nothing is sent yet. Endpoint i becomes rank i. keys: ours and the daemons', for
         endpoints that have any. lease: its terms; None: the defaults. dp_rank: number of the
-        replica that this group is, if there are several (data_parallel_size); its first endpoint
-        becomes rank dp_rank * world_size. driver_id: of all replicas of a driver; None: a new one.
+        replica that this group is, if there are several (data_parallel_size) that are not in
+        lockstep; its first endpoint becomes rank dp_rank * world_size. driver_id: of all replicas
+        of a driver; None: a new one.
 
         Raises:
             ClientConfigError: the number of endpoints is not the group's size, one of them is
                 unusable, or there is no such replica.
         """
-        parsed = parse_endpoints(endpoints, parallel, keys)
         place = _replica_place(parallel, dp_rank)
+        parsed = parse_endpoints(endpoints, parallel, keys, parallel.replicas_in_step)
         self.parallel = parallel
         self.driver_id = new_driver_id() if driver_id is None else driver_id
         self.max_in_flight = parallel.pipeline_parallel_size + 1
-        self.ranks = parallel.ranks_of(place.dp_rank)
+        replicas = [
+            parallel.ranks_of(place.dp_rank + other) for other in range(parallel.replicas_in_step)
+        ]
+        self.ranks = range(replicas[0].start, replicas[-1].stop)
         """Global ranks of its daemons."""
-        self.first_stage_ranks = self.ranks[: parallel.tensor_parallel_size]
+        tp_size = parallel.tensor_parallel_size
+        self.first_stage_ranks = [rank for ranks in replicas for rank in ranks[:tp_size]]
         """Ranks that embed prompts."""
-        self.output_rank = self.ranks[-parallel.tensor_parallel_size]
-        self._state = FailureState(parallel.world_size)
-        self._steps = StepsInFlight(self._state, self.output_rank)
+        self._state = FailureState(parallel.group_size)
+        self._steps = StepsInFlight(self._state, [ranks[-tp_size] for ranks in replicas])
+        self.output_rank = self._steps.output_rank
+        """Rank that answers steps, the first one of several replicas."""
         terms = LeaseTerms() if lease is None else lease
         self._channel = GroupChannel(parsed, self.driver_id, self._steps, self._state, terms, place)
         self.attachment = Attachment(self._channel, self._steps, self._state, terms)
@@ -131,7 +141,7 @@ class WorkerGroup:
         return sum(f.step is None or not f.step.is_later for f in self._steps.pending)
 
     @property
-    def slots(self) -> SlotTable:
+    def slots(self) -> SlotTable | LockstepSlots:
         """The table of slots; for tests and inspection."""
         return self._steps.slots
 
@@ -333,7 +343,13 @@ class WorkerGroup:
         kv_cache = self.clients[0].get_status().kv_cache
         assert kv_cache is not None, "legal in READY only"
         groups, every = groups_of(kv_cache), kv_cache.checkpoint_blocks
-        return merge(rows, self.ranks.index(self.output_rank), groups, every)
+        size = self.parallel.world_size
+        output = self.ranks.index(self.output_rank)
+        return [
+            replace(request, dp_rank=(self.ranks[0] + begin) // size)
+            for begin in range(0, len(rows), size)
+            for request in merge(rows[begin : begin + size], output, groups, every)
+        ]
 
     def relink(self) -> None:
         """Build new communicators on all ranks; weights and KV cache stay, requests do not.
@@ -362,7 +378,9 @@ class WorkerGroup:
 
     def execute_model(self, output: SchedulerOutput) -> StepFuture:
         """Send a step to every rank. After a failure the step is sent in full, over a new link if
-        need be.
+        need be. Replicas in lockstep take a LockstepOutput: each of their parts goes to its ranks,
+        under one seq. The step is done once all of them have replied, and fails with all later
+        ones, on all replicas, if a rank of any fails it.
 
         If a failure has not been reported by any result(), the returned future fails with it, and
         the requests of `output` are lost too: the scheduler planned the step before it knew of the
@@ -387,7 +405,7 @@ class WorkerGroup:
         ids = self._channel.next_ids()
         step = self._steps.slots.encode(output, epoch=ids.epoch, link=ids.link, seq=ids.seq)
         future = self._steps.expect(self._waiter, ids.epoch, ids.seq, step)
-        self._channel.send_step(ids, step.frames, stands_alone=step.resync)
+        self._channel.send_step(ids, step.by_replica, stands_alone=step.resync)
         self._steps.times.sent(ids.seq, began_ns, output)
         return future
 
@@ -421,21 +439,14 @@ class WorkerGroup:
         step = deferred.step
         if step is None or not step.deferred:
             raise ClientError(f"step {deferred.seq} did not defer its sampling")
-        began_ns, slots = time.monotonic_ns(), self._steps.slots
-        chosen, sampling = slots.encode_later(step, extensions, req_ids)
-        if not chosen:
-            raise ClientError(f"step {deferred.seq} has nothing left to sample")
+        began_ns = time.monotonic_ns()
         ids = self._channel.next_ids()
-        request = SampleTokens(
-            **ids._asdict(),
-            step_seq=step.seq,
-            extensions=sampling.extensions,
-            slots=None if len(chosen) == len(step.left) else named(chosen),
-        )
-        frames = encode_step(request, sampling.frames)
-        future = self._steps.expect(self._waiter, ids.epoch, ids.seq, step.later(chosen))
-        self._channel.send_step(ids, frames)
-        slots.take_later(step, chosen)
+        encode: _EncodeSampling = self._steps.slots.encode_sampling
+        later = encode(step, extensions, req_ids, **ids._asdict())
+        if later is None:
+            raise ClientError(f"step {deferred.seq} has nothing left to sample")
+        future = self._steps.expect(self._waiter, ids.epoch, ids.seq, later)
+        self._channel.send_step(ids, later.by_replica)
         self._steps.times.sent(ids.seq, began_ns, None)
         return future
 
@@ -456,7 +467,7 @@ class WorkerGroup:
         self._check_credit()
         ids = self._channel.next_ids()
         future = self._steps.expect(self._waiter, ids.epoch, ids.seq, None)
-        self._channel.send_step(ids, encode_step(ExecuteDummyBatch(**ids._asdict())))
+        self._channel.send_step(ids, [encode_step(ExecuteDummyBatch(**ids._asdict()))])
         return future
 
     def _unreported_failure(self) -> Failure | None:
@@ -507,12 +518,22 @@ def _read_rows(channel: GroupChannel) -> list[list[RankRow]]:
 
 def _replica_place(parallel: ParallelConfig, dp_rank: int | None) -> ReplicaPlace:
     """Return a replica's place. Raises ClientConfigError as WorkerGroup does."""
-    size = parallel.data_parallel_size
+    size, lockstep = parallel.data_parallel_size, parallel.data_parallel_lockstep
+    if lockstep:
+        if size == 1:
+            fix = "use a larger data_parallel_size, or no lockstep"
+            raise config_error(
+                "parallel.data_parallel_lockstep", lockstep, "there is one replica", fix
+            )
+        if dp_rank is not None:
+            fix = "leave it out: a WorkerGroup has all replicas in lockstep"
+            raise config_error("dp_rank", dp_rank, "replicas in lockstep are one group", fix)
+        return SOLE_REPLICA
     if dp_rank is None:
         if size == 1:
             return SOLE_REPLICA
         problem = "a WorkerGroup is one replica"
-        fix = "use DataParallelGroup for all of them, or give dp_rank"
+        fix = "use DataParallelGroup for all of them, give dp_rank, or set data_parallel_lockstep"
         raise config_error("parallel.data_parallel_size", size, problem, fix)
     if not 0 <= dp_rank < size:
         fix = f"use 0 to {size - 1}, or another data_parallel_size"
@@ -521,18 +542,20 @@ def _replica_place(parallel: ParallelConfig, dp_rank: int | None) -> ReplicaPlac
 
 
 def parse_endpoints(
-    endpoints: Sequence[str], parallel: ParallelConfig, keys: Keys
+    endpoints: Sequence[str], parallel: ParallelConfig, keys: Keys, num_replicas: int
 ) -> list[Endpoint]:
-    """Return the endpoints of a group's ranks. Raises ClientConfigError as WorkerGroup does."""
-    if len(endpoints) != parallel.world_size:
+    """Return the endpoints of the ranks of so many replicas. Raises ClientConfigError as
+    WorkerGroup does."""
+    needed = num_replicas * parallel.world_size
+    if len(endpoints) != needed:
+        replicas = f"data_parallel_size {num_replicas} x " if num_replicas > 1 else ""
         raise ClientConfigError(
-            f"pipeline_parallel_size {parallel.pipeline_parallel_size} x tensor_parallel_size "
-            f"{parallel.tensor_parallel_size} needs {parallel.world_size} daemons",
+            f"{replicas}pipeline_parallel_size {parallel.pipeline_parallel_size} x "
+            f"tensor_parallel_size {parallel.tensor_parallel_size} needs {needed} daemons",
             field="endpoints",
             value=list(endpoints),
-            fix=f"give {parallel.world_size} endpoints, or other parallel sizes",
+            fix=f"give {needed} endpoints, or other parallel sizes",
         )
-    parsed = [parse_endpoint(endpoint, keys) for endpoint in endpoints]
     if len(set(endpoints)) != len(endpoints):
         raise ClientConfigError(
             "an endpoint is named twice",
@@ -540,4 +563,4 @@ def parse_endpoints(
             value=list(endpoints),
             fix="name each daemon once",
         )
-    return parsed
+    return [parse_endpoint(endpoint, keys) for endpoint in endpoints]

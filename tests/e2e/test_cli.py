@@ -315,6 +315,33 @@ def check_bench_object(figures, num_requests, tokens_in, tokens_out):
     assert {"worker-daemon", "protocol", "python"} <= set(figures["versions"])
 
 
+def test_bench_on_replicas_shares_the_requests_out(
+    served, directory, tmp_path, model_options, demo
+):
+    """By the environment, as other options."""
+    ids = [[7 * i % 400 + 1, 5, 9] for i in range(5)]
+    source = write_lines(
+        tmp_path / "in.jsonl",
+        *({"prompt_token_ids": prompt, "max_tokens": 12, "ignore_eos": True} for prompt in ids),
+    )
+    target = tmp_path / "out.jsonl"
+    done = run_client(
+        directory,
+        *("bench", "--endpoints", ",".join(served), "--input", source, "--json", "--reload"),
+        *(*model_options, "--output", str(target)),
+        WORKER_CLIENT_DATA_PARALLEL_SIZE="2",
+    )
+    check_bench_object(json.loads(done.stdout), num_requests=5, tokens_in=15, tokens_out=60)
+    results = read_lines(target)
+    assert [result["id"] for result in results] == [str(number) for number in range(5)]
+    for prompt, result in zip(ids, results, strict=True):
+        assert result["token_ids"] == greedy(demo, prompt, 12, ignore_eos=True)
+    statuses = [status_of(endpoint) for endpoint in served]
+    assert [status.rank for status in statuses] == [0, 1]
+    assert all(status.config.parallel.data_parallel_size == 2 for status in statuses)
+    assert all(status.last_seq > 12 for status in statuses)
+
+
 def test_another_configuration_is_refused_by_name_or_loaded_anew(served, directory, model_options):
     words = (
         *("generate", "--endpoints", ",".join(served), *model_options, "--prompt", PROMPTS[0]),

@@ -1,30 +1,40 @@
-"""Replicas on real daemons: every token is transformers', whichever replica computes it, while a
-rank of another is killed, and after the driver of all of them was. Scripted failures are in
-tests/unit/client/test_data_parallel.py."""
+"""Replicas on real daemons, each alone or all in lockstep: every token is transformers', whichever
+replica computes it, while a rank of another is killed, and after the driver of all of them was.
+Scripted failures are in tests/unit/client/test_data_parallel.py and test_lockstep.py."""
 
+import contextlib
+import dataclasses
+import random
 import threading
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from rpc_schema.errors import ConfigError, FencedError
 from tests.support.driving import random_cases
+from tests.support.forked_daemons import ForkedDaemons
 from tests.support.replicated_driver import Plan, ReplicaPlan, run_and_die
-from tests.support.serving import generate
+from tests.support.serving import MAX_DAEMONS, generate
 from tests.support.serving import worker_config as config_of
 from worker_client.driver import Driver
-from worker_client.errors import WorkerDied
+from worker_client.errors import StepFailed, WorkerDied
 from worker_client.group.group_channel import Links
 from worker_client.replicas.group import DataParallelGroup
+from worker_client.replicas.lockstep import LockstepScheduler
 from worker_client.scheduler import Scheduler, scheduler_limits
+from worker_client.scheduler_output import LockstepOutput, SchedulerOutput
+from worker_client.trainer.sender import WeightSender
+from worker_client.worker_group import WorkerGroup
 
 NUM_BLOCKS = 128
 MAX_TOKENS = 24
 
 
-def worker_config(model, pp=1, tp=1):
+def worker_config(model, pp=1, tp=1, *, lockstep=False):
     config = config_of(model, pp, tp)
-    return replace(config, parallel=replace(config.parallel, data_parallel_size=2))
+    parallel = replace(config.parallel, data_parallel_size=2, data_parallel_lockstep=lockstep)
+    return replace(config, parallel=parallel)
 
 
 @pytest.fixture(scope="module")
@@ -158,3 +168,165 @@ def test_daemon_takes_neither_links_nor_steps_of_another_replica(open_replicas, 
     group.attach()
     group.prepare(worker_config(checkpoint().path), num_gpu_blocks=NUM_BLOCKS)
     assert generate(second, loaded[1], cases[0].requests).tokens == cases[0].expected
+
+
+@pytest.fixture
+def open_lockstep(daemons, checkpoint, model_root):
+    """Attach to daemons, the pool's if they suffice, as two replicas in lockstep, and load them
+    anew: (group, scheduler)."""
+    with contextlib.ExitStack() as opened:
+
+        def make(pp, tp):
+            config, count = worker_config(checkpoint().path, pp, tp, lockstep=True), 2 * pp * tp
+            if count > MAX_DAEMONS:
+                own = opened.enter_context(ForkedDaemons(["cpu"] * count, model_root))
+                endpoints = own.endpoints
+            else:
+                endpoints = daemons.endpoints(count)
+            group = opened.enter_context(WorkerGroup(endpoints, config.parallel))
+            group.attach(force=True)
+            loaded = group.prepare(config, num_gpu_blocks=NUM_BLOCKS, reload=True)
+            limits = scheduler_limits(loaded, config)
+            return group, LockstepScheduler([Scheduler(limits), Scheduler(limits)])
+
+        yield make
+
+
+def every_request(cases):
+    """The requests of both cases, and their tokens, under ids of their own."""
+    requests, expected = [], {}
+    for number, own in enumerate(cases):
+        for request in own.requests:
+            name = f"{number}-{request.id}"
+            requests.append(dataclasses.replace(request, id=name))
+            expected[name] = own.expected[request.id]
+    return requests, expected
+
+
+@pytest.mark.parametrize(
+    ("pp", "tp"),
+    [
+        pytest.param(1, 1, marks=pytest.mark.exhaustive),
+        pytest.param(2, 1, marks=pytest.mark.exhaustive),
+        (1, 2),
+        pytest.param(2, 2, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_replicas_in_lockstep_generate_the_model_s_tokens(open_lockstep, cases, pp, tp):
+    """Requests come one by one, between phases in which a replica, or both, are idle."""
+    group, scheduler = open_lockstep(pp, tp)
+    driver = Driver(group, scheduler)
+    requests, expected = every_request(cases)
+    chance, outputs = random.Random(pp * 2 + tp), []
+    for request in requests:
+        driver.add_request(request)
+        for _ in range(chance.choice([0, 1, 3, 2 * MAX_TOKENS])):
+            if driver.busy:
+                outputs += driver.step()
+    outputs += driver.run()
+    assert sorted(each.req_id for each in outputs) == sorted(expected)
+    assert {each.req_id: each.token_ids for each in outputs} == expected
+    statuses = group.get_status()
+    assert [status.rank for status in statuses] == list(range(2 * pp * tp))
+    assert len({(status.link, status.last_seq) for status in statuses}) == 1
+    assert not driver.num_failures
+
+
+@pytest.mark.parametrize(
+    ("pp", "tp", "rank"), [(2, 1, 3), pytest.param(1, 2, 0, marks=pytest.mark.exhaustive)]
+)
+def test_rank_of_replicas_in_lockstep_is_killed_and_replaced(
+    open_lockstep, daemons, cases, pp, tp, rank
+):
+    """Steps are in flight on both replicas; each request ends once, with its tokens."""
+    group, scheduler = open_lockstep(pp, tp)
+    reports = []
+
+    def recover(died):
+        assert died.rank == rank
+        daemons.restart_dead()
+        reports.append(group.replace(died.rank))
+
+    driver = Driver(group, scheduler, recover=recover)
+    requests, expected = every_request(cases)
+    for request in requests:
+        driver.add_request(request)
+    outputs = [*driver.step(), *driver.step(), *driver.step()]
+    assert group.num_in_flight
+    daemons.kill(rank)
+    outputs += driver.run()
+    assert sorted(each.req_id for each in outputs) == sorted(expected)
+    assert {each.req_id: each.token_ids for each in outputs} == expected
+    assert [report.loaded_ranks for report in reports] == [(rank,)]
+    assert len({status.link for status in group.get_status()}) == 1
+
+
+def test_next_driver_adopts_the_requests_of_replicas_in_lockstep(open_lockstep, checkpoint, cases):
+    first, scheduler = open_lockstep(1, 1)
+    driver = Driver(first, scheduler)
+    requests, expected = every_request(cases)
+    for request in requests:
+        driver.add_request(request)
+    for _ in range(6):
+        driver.step()
+    config = worker_config(checkpoint().path, lockstep=True)
+    endpoints = [client.endpoint.control for client in first.clients]
+    with WorkerGroup(endpoints, config.parallel) as group:
+        group.attach(force=True, keep_requests=True)
+        limits = scheduler_limits(group.prepare(config, num_gpu_blocks=NUM_BLOCKS), config)
+        adopted = group.adopt_requests()
+        assert {each.req_id for each in adopted} == expected.keys()
+        assert [each.dp_rank for each in adopted] == [0] * 3 + [1] * 3
+        assert all(each.num_computed_tokens for each in adopted)
+        scheduler = LockstepScheduler([Scheduler(limits), Scheduler(limits)])
+        outputs = [*scheduler.adopt_requests(adopted), *Driver(group, scheduler).run()]
+        assert {each.req_id: each.token_ids for each in outputs} == expected
+
+
+def test_update_is_one_operation_of_replicas_in_lockstep(open_lockstep, checkpoint):
+    """A trainer sends each tensor to all replicas' ranks, which then have one version."""
+    new = checkpoint(seed=91)
+    own = random_cases(new, 42, 4, MAX_TOKENS)
+    group, scheduler = open_lockstep(1, 1)
+    with WeightSender(group, "gloo", timeout_s=20.0) as sender:
+        report = sender.send(dict(new.model.state_dict()))
+    weights = [status.weights for status in group.get_status()]
+    assert [each.version for each in weights] == [report.version] * 2
+    assert weights[0].identity == weights[1].identity
+    driver = Driver(group, scheduler)
+    for request in own.requests:
+        driver.add_request(request)
+    assert {each.req_id: each.token_ids for each in driver.run()} == own.expected
+
+
+@pytest.mark.exhaustive
+def test_counts_of_replicas_that_are_wrong_refuse_the_step(open_lockstep, cases):
+    """A daemon checks its own replica's, and that there are those of all; nothing is applied."""
+    group, scheduler = open_lockstep(1, 1)
+    channel, idle = group._channel, LockstepOutput.of([SchedulerOutput(), SchedulerOutput()])
+    send = channel.send_step
+
+    def sending(change):
+        def changed(ids, by_replica, **options):
+            send(ids, [change(list(frames)) for frames in by_replica], **options)
+
+        return changed
+
+    for change, problem in (
+        (lambda frames: frames[:-1], "no frame"),
+        (lambda frames: [*frames[:-1], bytes(8)], "8 bytes"),
+        (lambda frames: [*frames[:-1], counts_of((1, 0), (1, 0))], r"\[1, 0\]"),
+        (lambda frames: [*frames[:-1], counts_of((0, 0), (0, -1))], "-1"),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(channel, "send_step", sending(change))
+            with pytest.raises(StepFailed, match=f"replica_counts.*{problem}"):
+                group.execute_model(idle).result()
+    driver = Driver(group, scheduler)
+    for request in cases[0].requests:
+        driver.add_request(request)
+    assert {each.req_id: each.token_ids for each in driver.run()} == cases[0].expected
+
+
+def counts_of(*replicas):
+    return np.array(replicas, "<i4").tobytes()

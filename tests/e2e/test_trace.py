@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from rpc_schema.config import ParallelConfig
 from rpc_schema.errors import ConfigError, StateError
@@ -24,6 +26,7 @@ from tests.support.serving import LONG_LEASE, connect, generate, greedy_request,
 from tests.support.waiting import PATIENCE_S
 from worker_client.cli.daemons import connect as observe
 from worker_client.errors import ClientConfigError
+from worker_client.replicas.group import DataParallelGroup
 from worker_client.tracing.observer import record as record_group
 from worker_client.worker_group import WorkerGroup
 from worker_host.exit_codes import ExitCode
@@ -207,7 +210,7 @@ def test_observer_and_driver_keep_out_of_each_other_s_way(pair, traces, model):
                 generate(group, loaded, [greedy_request("a", [1, 2, 3], 6)])
 
             recorded = record(clients, 0.1, wait=drive)
-            assert recorded.driver is None  # its thread is this one: it waits for no step
+            assert recorded.drivers[0].steps is None  # its thread is this one: it waits for no step
             group.profiling.start("mine")
             with pytest.raises(StateError, match="a profile of kind torch runs"):
                 record(clients, 0.1)
@@ -227,6 +230,38 @@ def test_observer_and_driver_keep_out_of_each_other_s_way(pair, traces, model):
         labels = [e["name"] for e in events if STEP.fullmatch(str(e.get("name")))]
         assert sorted(labels)[-1].startswith("step_context_1(3)")
         assert len(labels) >= 6
+
+
+def test_trace_has_the_steps_of_every_replica_s_driver(pair, model):
+    config = worker_config(model)
+    config = replace(config, parallel=ParallelConfig(data_parallel_size=2))
+    with DataParallelGroup(pair.endpoints, config.parallel, lease=LONG_LEASE) as group:
+        group.attach()
+        loaded = group.prepare(config, num_gpu_blocks=64, reload=True)
+        ended = threading.Event()
+
+        def drive(replica):
+            while not ended.is_set():
+                generate(replica, loaded[0], [greedy_request("a", [1, 2, 3], 20, ignore_eos=True)])
+
+        threads = [threading.Thread(target=drive, args=[own]) for own in group.replicas]
+        for thread in threads:
+            thread.start()
+        try:
+            with observe(pair.endpoints) as clients:
+                recorded = record_group(list(reversed(clients)), 0.3)
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join(PATIENCE_S)
+    assert [own.name for own in recorded.drivers] == ["driver of replica 0", "driver of replica 1"]
+    for own, rank in zip(recorded.drivers, recorded.ranks, strict=True):
+        assert own.steps is not None
+        seqs = {*np.frombuffer(own.steps.seqs, "<i8").tolist()}
+        events = json.loads(gzip.decompress(rank.packed))["traceEvents"]
+        found = [STEP.fullmatch(str(event.get("name"))) for event in events]
+        ran = {int(match[5]) for match in found if match}
+        assert len(ran & seqs) > 2
 
 
 def test_trace_is_refused_where_it_cannot_be(pair, directory, tmp_path):

@@ -89,7 +89,7 @@ def test_observer_s_trace_lies_on_our_clock(driver):
     same_clock = ClockMap(Offset(begin, 0, 0))
     rank = RankTrace(0, " (pp0 tp0)", os.getpid(), packed, same_clock)
     target = io.BytesIO()
-    (summary,) = merge_traces([rank], None, begin, target).ranks
+    (summary,) = merge_traces([rank], [], begin, target).ranks
     assert summary.num_steps == STEPS
     assert summary.clock_bound_ns < 1_000_000
     events = json.loads(gzip.decompress(target.getvalue()))["traceEvents"]

@@ -123,6 +123,8 @@ class FakeDaemon:
         self.uid = uuid.uuid4().bytes
         self.operations: list[str] = []
         self.executes: list[step.ExecuteModel] = []
+        self.replica_counts: list[list[list[int]]] = []
+        """The counts in steps of replicas in lockstep."""
         self.mute = False
         self.load = "CREATED"
         self.rank = 0
@@ -409,6 +411,9 @@ class FakeDaemon:
         match request:
             case step.ExecuteModel():
                 self.executes.append(request)
+                if self._parallel.data_parallel_lockstep:
+                    *arrays, counts = arrays
+                    self._check_counts(request, counts)
                 self._execute(request, arrays, fault, ids)
             case step.SampleTokens():
                 self._sample(request, ids)
@@ -496,6 +501,12 @@ class FakeDaemon:
                     "eos_token_ids": (EOS,),
                 }
         self._reply(step_reply(request, self.rank, **said))
+
+    def _check_counts(self, request: step.ExecuteModel, frame: bytes) -> None:
+        counts = np.frombuffer(frame, "<i4").reshape(self._parallel.data_parallel_size, 2)
+        own = [len(named_slots(request.scheduled)), request.total_num_scheduled_tokens]
+        assert counts[self.rank // self._parallel.world_size].tolist() == own
+        self.replica_counts.append(counts.tolist())
 
     def _execute(self, request: step.ExecuteModel, arrays, fault, ids) -> None:
         if self.failed and request.resync is None:

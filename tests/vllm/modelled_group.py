@@ -292,7 +292,7 @@ class ModelledGroup:
         self.max_in_flight = pipeline_parallel_size + 1
         self._output_rank = pipeline_parallel_size - 1
         self._state = FailureState(pipeline_parallel_size)
-        self._steps = StepsInFlight(self._state, self._output_rank)
+        self._steps = StepsInFlight(self._state, [self._output_rank])
         self._sent: deque[_Sent] = deque()
         self._replies: deque[tuple[StepFuture, object]] = deque()
         self._has_failed = False
@@ -401,16 +401,16 @@ class ModelledGroup:
         failure = deferred.failure or self._steps.unreported_failure
         if failure is not None:
             return failure.refuse(self)
-        chosen, _ = self.slots.encode_later(deferred.step, extensions, req_ids)
         self._seq += 1
-        step = deferred.step.later(chosen)
+        step = self.slots.encode_sampling(
+            deferred.step, extensions, req_ids, epoch=self._epoch, link=1, seq=self._seq
+        )
         future = self._steps.expect(self, self._epoch, self._seq, step)
         (values,) = extensions
         copied = {
             req_id: mask.copy() for req_id, mask in values.masks.items()
         }  # vLLM fills them anew
         self._sent.append(_Sent(future, step, None, copied))
-        self.slots.take_later(deferred.step, chosen)
         return future
 
     def withdraw(self, output: SchedulerOutput) -> frozenset[str]:

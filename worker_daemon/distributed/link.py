@@ -1,5 +1,5 @@
-"""A link: one generation of communicators between the daemons of one replica of a group. Only this
-module creates process groups.
+"""A link: one generation of communicators between the daemons of a replica, or of all replicas in
+lockstep. Only this module creates process groups.
 
 Transfers over the groups are in tp.py, pp.py and tokens.py.
 """
@@ -83,7 +83,7 @@ class Link:
     def open(self, state: ParallelState, place: RendezvousPoint | None, timeout_s: float) -> None:
         """Connect to the other ranks, create every group, and pass one message over each pair.
 
-        place: None for a world of one, which needs no rendezvous and does not listen.
+        place: None for a link of one, which needs no rendezvous and does not listen.
 
         gloo accepts every connection while groups are created. So creation begins only once all
         ranks have connected, gloo's listeners are shut when it ends, and each pair proves that it
@@ -95,7 +95,7 @@ class Link:
         Raises:
             CommError: they did not connect within rendezvous_limit_s(timeout_s), or a stranger did.
         """
-        if state.world_size == 1:
+        if state.group_size == 1:
             return
         assert place is not None, "resolved before"
         try:
@@ -111,7 +111,9 @@ class Link:
                 _warm_up(self.groups, state, self._device)
             with communication("mapping the peers' memory"):
                 self.peers = open_peers(
-                    distributed_c10d.PrefixStore(f"windows{state.pp_rank}", store),
+                    distributed_c10d.PrefixStore(
+                        f"windows{state.rank_in_group // state.tp_size}", store
+                    ),
                     state.tp_rank,
                     state.tp_size,
                     self._device,
@@ -140,8 +142,8 @@ class Link:
         dist.init_process_group(
             self.backend,
             store=store,
-            rank=state.rank_in_replica,
-            world_size=state.world_size,
+            rank=state.rank_in_group,
+            world_size=state.group_size,
             timeout=self._longest_wait(rendezvous_limit_s(timeout_s)),
             group_name=f"link{self.generation}",
         )
@@ -218,8 +220,8 @@ def rendezvous_limit_s(timeout_s: float) -> float:
 
 def _await_all(store: RendezvousStore, state: ParallelState) -> None:
     """Wait until every rank has connected."""
-    store.set(f"here/{state.rank_in_replica}", b"1")
-    store.wait([f"here/{rank}" for rank in range(state.world_size)])
+    store.set(f"here/{state.rank_in_group}", b"1")
+    store.wait([f"here/{rank}" for rank in range(state.group_size)])
 
 
 def _forget_groups(backend: str) -> bool:
@@ -238,8 +240,8 @@ def _forget_groups(backend: str) -> bool:
 
 
 def _make_groups(state: ParallelState, timeout: timedelta, device: torch.device) -> LinkGroups:
-    """Create every group of the replica, on every rank in the same order; return those that include
-    this rank.
+    """Create every group of the link, on every rank in the same order, one replica after the other;
+    return those that include this rank.
 
     On CUDA the pairs' communicators are created eagerly: memory cannot be registered with a
     communicator that NCCL creates at a pair's first message (pp.py).
@@ -250,15 +252,22 @@ def _make_groups(state: ParallelState, timeout: timedelta, device: torch.device)
         if len(ranks) == 1:
             return None
         group = dist.new_group(ranks, timeout=timeout, device_id=device_id)
-        return group if state.rank_in_replica in ranks else None
+        return group if state.rank_in_group in ranks else None
 
     def keep(candidates: list[dist.ProcessGroup | None]) -> dist.ProcessGroup | None:
         return next((group for group in candidates if group is not None), None)
 
-    stages = [make(state.stage_ranks(pp_rank)) for pp_rank in range(state.pp_size)]
-    pipelines = [make(state.pipeline_ranks(tp_rank)) for tp_rank in range(state.tp_size)]
+    firsts = range(0, state.group_size, state.world_size)
+
+    def in_each_replica(
+        ranks: list[int], device_id: torch.device | None = None
+    ) -> dist.ProcessGroup | None:
+        return keep([make([first + rank for rank in ranks], device_id) for first in firsts])
+
+    stages = [in_each_replica(state.stage_ranks(pp_rank)) for pp_rank in range(state.pp_size)]
+    pipelines = [in_each_replica(state.pipeline_ranks(tp_rank)) for tp_rank in range(state.tp_size)]
     hops = {
-        (pp_rank, tp_rank): make(
+        (pp_rank, tp_rank): in_each_replica(
             [state.rank_of(pp_rank, tp_rank), state.rank_of(pp_rank + 1, tp_rank)], device_of_hops
         )
         for pp_rank in range(state.pp_size - 1)

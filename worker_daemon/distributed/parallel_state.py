@@ -8,12 +8,15 @@ from worker_daemon.errors import config_error
 @dataclass(frozen=True, slots=True)
 class ParallelState:
     """This daemon's coordinates. The global rank is dp_rank * world_size + pp_rank * tp_size +
-    tp_rank. Communicators connect the ranks of one replica, by their ranks within it."""
+    tp_rank. A link connects the ranks of one replica, or of all replicas if they are in
+    lockstep; no communicator has ranks of two replicas."""
 
     pp_size: int
     tp_size: int
     rank: int
     dp_size: int = 1
+    lockstep: bool = False
+    """The replicas take each step together."""
 
     def __post_init__(self) -> None:
         num_ranks = self.dp_size * self.world_size
@@ -22,11 +25,14 @@ class ParallelState:
             problem = f"a group of {' x '.join(map(str, sizes))} has no such rank"
             fix = f"a rank from 0 to {num_ranks - 1}"
             raise config_error("rendezvous.rank", self.rank, problem, fix)
+        if self.lockstep and self.dp_size == 1:
+            problem, fix = "there is one replica", "several replicas, or no lockstep"
+            raise config_error("parallel.data_parallel_lockstep", True, problem, fix)
 
     def check_link(self, link: int) -> None:
         """Raise ConfigError for a link of another replica. Steps name their link: a rank that has
         joined only its own replica's links runs no other one's steps."""
-        if link % self.dp_size != self.dp_rank:
+        if not self.lockstep and link % self.dp_size != self.dp_rank:
             problem = f"this is not a link of replica {self.dp_rank} of {self.dp_size}"
             fix = f"a number that is {self.dp_rank} modulo {self.dp_size}"
             raise config_error("rendezvous.link", link, problem, fix)
@@ -44,6 +50,21 @@ class ParallelState:
     @property
     def rank_in_replica(self) -> int:
         return self.rank % self.world_size
+
+    @property
+    def replicas_in_step(self) -> int:
+        """Number of replicas that take each step together, and share a link."""
+        return self.dp_size if self.lockstep else 1
+
+    @property
+    def group_size(self) -> int:
+        """Number of ranks of the link."""
+        return self.replicas_in_step * self.world_size
+
+    @property
+    def rank_in_group(self) -> int:
+        """This rank's number within the link."""
+        return self.rank % self.group_size
 
     @property
     def pp_rank(self) -> int:

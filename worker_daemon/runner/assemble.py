@@ -27,6 +27,7 @@ from worker_daemon.runner.model_runner import ModelRunner, SoleStage, Stage
 from worker_daemon.runner.output import StepReplies
 from worker_daemon.runner.parts.registry import make_parts
 from worker_daemon.runner.pipeline_stage import Neighbours, PipelineStage
+from worker_daemon.runner.replica_counts import ReplicaCounts
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.row_tables import RowKernels, RowTables
 from worker_daemon.runner.scheduled_step import StepLimits
@@ -95,7 +96,10 @@ def assemble_runner(
         dtype=parts.dtype,
         find_upload=parts.find_upload,
     )
-    state = RequestState(limits, step_parts)
+    lockstep = None
+    if parallel.lockstep:
+        lockstep = ReplicaCounts(parallel.dp_rank, parallel.dp_size)
+    state = RequestState(limits, step_parts, lockstep)
     has_states = any(isinstance(spec, StateLayerSpec) for spec in parts.stage.kv_layer_specs)
     own_limits = limits if has_states else replace(limits, checkpoint_blocks=0)
     tables = RowTables(own_limits, parts.device, parts.rows)

@@ -21,6 +21,7 @@ from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
 from worker_daemon.runner.block_contents import BlockContents
 from worker_daemon.runner.parts.step_parts import StepParts
+from worker_daemon.runner.replica_counts import ReplicaCounts
 from worker_daemon.runner.row_counts import FREE_ROW_BLOCKS, NOT_SAMPLED, RowCounts
 from worker_daemon.runner.scheduled_step import (
     NO_STEP_VALUES,
@@ -44,7 +45,10 @@ class RequestState:
     """All rows of one rank. Owned by the model runner, used on the step thread only, except
     num_requests, num_held_blocks and uploads_in_use."""
 
-    def __init__(self, limits: StepLimits, parts: StepParts) -> None:
+    def __init__(
+        self, limits: StepLimits, parts: StepParts, lockstep: ReplicaCounts | None = None
+    ) -> None:
+        """lockstep: checks what steps say of all replicas, if these take each step together."""
         num_rows = limits.max_num_seqs + 1
         self.limits = limits
         self.parts = parts
@@ -74,6 +78,7 @@ class RequestState:
         """For each step in _deferred, the generations of its slots."""
         self._record = StepRecord(limits.block_groups)
         self._checker = StepChecker(limits, parts)
+        self._lockstep = lockstep
         self.contents = BlockContents(limits.num_blocks)
         """Outlives the rows: blocks keep their contents."""
 
@@ -154,12 +159,13 @@ class RequestState:
     @contextmanager
     def computing_nothing(self) -> Iterator[None]:
         """Accept steps that no request could have, in the block: their results are not used. Of a
-        model with states, requests may begin anywhere."""
+        model with states, requests may begin anywhere. Nothing is said of other replicas."""
         before, self._checker.checks_states = self._checker.checks_states, False
+        lockstep, self._lockstep = self._lockstep, None
         try:
             yield
         finally:
-            self._checker.checks_states = before
+            self._checker.checks_states, self._lockstep = before, lockstep
 
     def last_good_seq(self, has_ended_well: Callable[[int, int], bool]) -> int:
         """Return the last of the recorded steps up to which all are known to have succeeded (by
@@ -193,6 +199,8 @@ class RequestState:
                 but later steps fail as after any failed step.
         """
         try:
+            if self._lockstep is not None:
+                arrays = self._lockstep.take(step, arrays)
             scheduled = self._go_on(step, arrays)
             if scheduled is None:
                 known, deferred = self.num_known_tokens, self._deferred

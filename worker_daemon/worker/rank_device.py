@@ -94,6 +94,7 @@ class RankDevice:
             message.parallel.tensor_parallel_size,
             rendezvous.rank,
             message.parallel.data_parallel_size,
+            message.parallel.data_parallel_lockstep,
         )
         parallel.check_link(rendezvous.link)
         threads = choose_threads(self._num_threads, rendezvous.local_world_size, self._max_threads)
@@ -184,7 +185,7 @@ def _resolved(address: RendezvousAddress | None, parallel: ParallelState) -> Ren
     none."""
     if address is not None:
         return RendezvousPoint(address.host, address.port, address.secret)
-    if parallel.world_size > 1:
+    if parallel.group_size > 1:
         problem = "a group of several ranks needs a rendezvous address"
         fix = "use the address that OpenRendezvous returned"
         raise config_error("rendezvous.place", None, problem, fix)

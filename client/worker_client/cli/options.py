@@ -144,6 +144,9 @@ def build_run_options(
         int | None,
         typer.Option(min=1, help="Ranks of a stage; default: 1, of `serve` one for each GPU."),
     ] = None,
+    data_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Replicas of the model, each with all stages and ranks.")
+    ] = 1,
     layer_partition: Annotated[
         str | None, typer.Option(help="Layers of each stage: N,N,...; default: even.")
     ] = None,
@@ -282,6 +285,7 @@ def build_run_options(
             pipeline_parallel_size=pipeline_parallel_size,
             tensor_parallel_size=tensor_parallel_size or 1,
             layer_partition=None if layer_partition is None else _counts(layer_partition),
+            data_parallel_size=data_parallel_size,
         ),
         model=ModelConfig(
             model=str(model.resolve()),

@@ -104,7 +104,7 @@ def bench_object(
         "total_tok_s": (tokens_in + tokens_out) / seconds,
         "ttft_ms": percentiles(_ttft_ms(served)),
         "tpot_ms": percentiles(_tpot_ms(served, outputs)),
-        "step_ms": step_times(served.driver.records),
+        "step_ms": step_times(served.records),
         "startup_s": served.startup_s,
         "gpu_memory_bytes": uses,
         "reply_delay": [msgspec.structs.asdict(status.reply_delay) for status in daemons],
@@ -142,14 +142,14 @@ def step_times(records: Sequence[StepTiming]) -> dict[str, JsonObject]:
 
 
 def _ttft_ms(served: Served) -> list[float]:
-    timings = served.driver.timings.values()
+    timings = served.timings.values()
     return [(timing.first_token - timing.added) * 1e3 for timing in timings]
 
 
 def _tpot_ms(served: Served, outputs: Sequence[RequestOutput]) -> list[float]:
     times = []
     for output in outputs:
-        timing, num = served.driver.timings[output.req_id], len(output.token_ids)
+        timing, num = served.timings[output.req_id], len(output.token_ids)
         if num > 1:
             times.append((timing.finished - timing.first_token) * 1e3 / (num - 1))
     return times

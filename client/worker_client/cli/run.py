@@ -54,7 +54,7 @@ def generate(run: RunOptions, adopt: Adopt = False) -> None:
         adopted = _adopted(session, finished) if adopt else []
         inputs = with_adopted(inputs, adopted)
         left = [entry for entry in inputs if entry.id not in finished]
-        report_cuts(left, session.model.max_model_len)
+        report_cuts(left, session.max_model_len)
         names = dict.fromkeys([entry.id for entry in inputs] + list(finished))
         with Results(list(names), tokenizer, finished, run.output) as collected:
             served = session.serve(left, adopted, collected.take)
@@ -72,7 +72,7 @@ def bench(
     tokenizer, inputs = read_requests(run)
     end_if_all_are_wrong(inputs, run.output)
     with open_session(run, print_progress(), tokenizer=tokenizer) as session:
-        report_cuts(inputs, session.model.max_model_len)
+        report_cuts(inputs, session.max_model_len)
         served, result = _measure(session, inputs, profile, scrape)
     print_text(json.dumps(result, indent=None if as_json else 2) + "\n")
     if run.output is not None:
@@ -83,14 +83,15 @@ def bench(
 def _measure(
     session: Session, inputs: Sequence[InputRequest], profile: str | None, scraped: bool
 ) -> tuple[Served, JsonObject]:
-    daemons = [client.endpoint.control for client in session.group.clients]
-    before = loads_by_layer(session.group.get_status())
+    group = session.group
+    daemons = [client.endpoint.control for own in group.replicas for client in own.clients]
+    before = loads_by_layer(group.get_status())
     with Scrape(daemons if scraped else (), session.options.keys) as scrape:
         if profile is not None:
             served, traces = session.serve_profiled(inputs, profile)
         else:  # every run is measured with an empty prefix cache
             served, traces = session.serve(inputs, keeps_prefixes=False), []
-    result = bench_object(served, session.group.get_status(), before)
+    result = bench_object(served, group.get_status(), before)
     result["statuses_scraped"] = scrape.num_statuses
     if profile is not None:
         result["traces"] = traces
@@ -103,7 +104,8 @@ def read_requests(
     """Check everything that can be checked before anything is loaded."""
     lines = _input_lines(run, may_be_none=may_be_none)
     if run.endpoints:
-        parse_endpoints(run.endpoints, run.config.parallel, run.keys)
+        parallel = run.config.parallel
+        parse_endpoints(run.endpoints, parallel, run.keys, parallel.data_parallel_size)
     if run.output is not None:
         check_output(run.output)
     tokenizer = load_tokenizer(run.model, TextBounds(run.max_text_bytes))
@@ -133,7 +135,7 @@ def _check_adoption(run: RunOptions) -> None:
 
 def _adopted(session: Session, finished: Collection[str]) -> list[AdoptedRequest]:
     """Return the running requests, without those that have results."""
-    adopted = session.group.adopt_requests()
+    adopted = session.adopt_requests()
     sys.stderr.write(f"{len(adopted)} requests are running\n")
     return [request for request in adopted if request.req_id not in finished]
 

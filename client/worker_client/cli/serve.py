@@ -26,7 +26,14 @@ from worker_client.service.settings import (
 from worker_client.worker_group import parse_endpoints
 from worker_host.log_lines import LOG_FORMATS
 
-NOT_SERVED: Final = ("prompt", "input_", "output", "max_tokens", "restart")
+NOT_SERVED: Final = (
+    "data_parallel_size",
+    "prompt",
+    "input_",
+    "output",
+    "max_tokens",
+    "restart",
+)
 """Options of a run that a server does not have."""
 PACKAGES: Final = ("fastapi", "prometheus_client", "uvicorn")
 TOOL_FORMS: Final = ("hermes", "llama3_json", "mistral")
@@ -166,7 +173,7 @@ def serve(
     sampling_defaults(run.model, generation_config)
     devices: tuple[str, ...] = ()
     if run.endpoints:
-        parse_endpoints(run.endpoints, run.config.parallel, run.keys)
+        parse_endpoints(run.endpoints, run.config.parallel, run.keys, 1)
         if gpus is not None:
             fix = "leave out one of --gpus and --endpoints"
             raise config_error("gpus", gpus, "daemons that run have their devices", fix)

@@ -5,9 +5,12 @@ import contextlib
 import itertools
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -37,10 +40,13 @@ from worker_client.inputs.request_fields import flat
 from worker_client.inputs.request_parser import RequestParser
 from worker_client.inputs.tokenizer import Tokenizer
 from worker_client.launcher import LocalDaemons
-from worker_client.requests import GenerationRequest, forked
+from worker_client.replicas.group import DataParallelGroup
+from worker_client.requests import GenerationRequest, forked, parent_id
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
+from worker_client.scheduler_output import StepResult
 from worker_client.structured.masked_steps import CompiledGrammars
 from worker_client.structured.opening import open_grammars
+from worker_client.tracing.run_times import RequestTiming, StepTiming
 from worker_client.worker_group import RankProgress, WorkerGroup
 
 OnOutcome: TypeAlias = Callable[[str, RequestOutput | str], None]
@@ -54,44 +60,44 @@ class Served:
     outputs: dict[str, RequestOutput]
     errors: dict[str, str]
     seconds: float
-    driver: Driver
+    records: list[StepTiming]
+    """Times of the steps; of one replica after the other."""
+    timings: dict[str, RequestTiming]
+    """Times of the requests, by id."""
     startup_s: dict[str, float] = field(default_factory=dict)
     """Durations of phases, from process start to the first token; `total` is their sum."""
 
 
+class Stopped(Exception):
+    """The run of a replica was ended, since that of all is."""
+
+
 @dataclass(frozen=True, slots=True)
-class Session:
-    """A loaded group, ready to serve."""
+class Replica:
+    """A loaded replica, ready to serve on a thread."""
 
     group: WorkerGroup
     model: LoadedGroup
     options: RunOptions
-    startup_s: dict[str, float]
-    """Durations of phases, from process start until ready."""
-    process_started: float
-    """time.monotonic() when this process started."""
-    ready: float
-    """time.monotonic() when the group was ready to serve."""
-    recover: Recover = give_up
+    recover: Recover
     """Reaction to the death of a daemon."""
-    tokenizer: Tokenizer | None = None
+    tokenizer: Tokenizer | None
     """The model's tokenizer, for stop strings."""
 
     def serve(
         self,
         inputs: Sequence[InputRequest],
-        adopted: Sequence[AdoptedRequest] = (),
-        on_outcome: OnOutcome = lambda req_id, outcome: None,
-        *,
-        keeps_prefixes: bool = True,
+        adopted: Sequence[AdoptedRequest],
+        on_outcome: OnOutcome,
+        keeps_prefixes: bool,
+        is_stopped: Callable[[], bool],
     ) -> Served:
-        """Generate for all requests that can be served, including adopted ones. on_outcome is
-        called for each as it ends; keeps_prefixes: see DriverOptions."""
+        """See Session.serve. Raises Stopped at the next step's result once is_stopped()."""
         with contextlib.ExitStack() as stack:
             grammars = self._grammars(inputs, adopted)
             if grammars is not None:
                 stack.callback(grammars.close)
-            return self._serve(inputs, adopted, on_outcome, grammars, keeps_prefixes)
+            return self._serve(inputs, adopted, on_outcome, grammars, keeps_prefixes, is_stopped)
 
     def _serve(
         self,
@@ -100,14 +106,21 @@ class Session:
         on_outcome: OnOutcome,
         grammars: CompiledGrammars | None,
         keeps_prefixes: bool,
+        is_stopped: Callable[[], bool],
     ) -> Served:
         limits = scheduler_limits(
             self.model, self.options.config, max_itl_ms=self.options.max_itl_ms
         )
         scheduler = Scheduler(limits, self.tokenizer)
+
+        def end_if_stopped(result: StepResult) -> None:
+            if is_stopped():
+                raise Stopped
+
         driver = Driver(
             self.group,
             scheduler,
+            end_if_stopped,
             max_history=None,
             recover=self.recover,
             options=DriverOptions(grammars, keeps_prefixes),
@@ -130,26 +143,7 @@ class Session:
             on_outcome(output.req_id, output)
         seconds = time.monotonic() - start
         errors |= {output.req_id: output.error for output in outputs.values() if output.error}
-        return Served(outputs, errors, seconds, driver, self._startup_s(driver))
-
-    def serve_profiled(self, inputs: Sequence[InputRequest], name: str) -> tuple[Served, list[str]]:
-        """Generate with a profile of every rank, from before the first step to after the last; also
-        return the traces' files, in rank order, each with its path on its daemon's host."""
-        with contextlib.ExitStack() as recording:
-            recording.callback(self._stop_recording)
-            try:
-                self.group.profiling.start(name)
-            except StateError:  # another driver's profile runs: not ours to stop
-                recording.pop_all()
-                raise
-            served = self.serve(inputs, keeps_prefixes=False)
-            recording.pop_all()
-        return served, [reply.file for reply in self.group.profiling.stop()]
-
-    def _stop_recording(self) -> None:
-        """End a profile after a failure: the daemons would keep recording."""
-        with contextlib.suppress(WorkerDaemonError):
-            self.group.profiling.stop()
+        return Served(outputs, errors, seconds, list(driver.records), driver.timings)
 
     def _grammars(
         self, inputs: Sequence[InputRequest], adopted: Sequence[AdoptedRequest]
@@ -164,13 +158,139 @@ class Session:
         metadata = self.model.metadata
         return open_grammars(self.options.model, metadata.vocab_size, metadata.eos_token_ids)
 
-    def _startup_s(self, driver: Driver) -> dict[str, float]:
-        first = min((timing.first_token for timing in driver.timings.values()), default=self.ready)
-        return {
-            **self.startup_s,
-            "first_token": first - self.ready,
-            "total": first - self.process_started,
-        }
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A loaded model, ready to serve on all replicas."""
+
+    group: DataParallelGroup
+    models: Sequence[LoadedGroup]
+    """Result of prepare() for each replica."""
+    options: RunOptions
+    startup_s: dict[str, float]
+    """Durations of phases, from process start until ready."""
+    process_started: float
+    """time.monotonic() when this process started."""
+    ready: float
+    """time.monotonic() when the group was ready to serve."""
+    recover: Sequence[Recover]
+    """Each replica's reaction to the death of a daemon."""
+    tokenizer: Tokenizer | None = None
+    """The model's tokenizer, for stop strings."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest context that all replicas take."""
+        return min(model.max_model_len for model in self.models)
+
+    def adopt_requests(self) -> list[AdoptedRequest]:
+        """Return the requests that an earlier driver has left on all replicas."""
+        return [each for replica in self.group.replicas for each in replica.adopt_requests()]
+
+    def serve(
+        self,
+        inputs: Sequence[InputRequest],
+        adopted: Sequence[AdoptedRequest] = (),
+        on_outcome: OnOutcome = lambda req_id, outcome: None,
+        *,
+        keeps_prefixes: bool = True,
+    ) -> Served:
+        """Generate for all requests that can be served, including adopted ones, which stay on their
+        replica; the others are shared out evenly. on_outcome is called for each as it ends, one at
+        a time; keeps_prefixes: see DriverOptions."""
+        stopped, one_at_a_time = threading.Event(), threading.Lock()
+
+        def ended(req_id: str, outcome: RequestOutput | str) -> None:
+            with one_at_a_time:
+                on_outcome(req_id, outcome)
+
+        parts = zip(self.group.replicas, self.models, self.recover, strict=True)
+        replicas = [Replica(*part[:2], self.options, part[2], self.tokenizer) for part in parts]
+        shares = _shared_out(inputs, adopted, len(replicas))
+        runs = [
+            partial(
+                replica.serve,
+                share,
+                [each for each in adopted if each.dp_rank == dp_rank],
+                ended,
+                keeps_prefixes,
+                stopped.is_set,
+            )
+            for dp_rank, (replica, share) in enumerate(zip(replicas, shares, strict=True))
+        ]
+        return self._joined(_run_all(runs, stopped))
+
+    def serve_profiled(self, inputs: Sequence[InputRequest], name: str) -> tuple[Served, list[str]]:
+        """Generate with a profile of every rank, from before the first step to after the last; also
+        return the traces' files, in rank order, each with its path on its daemon's host."""
+        with contextlib.ExitStack() as recording:
+            for replica in self.group.replicas:
+                with contextlib.ExitStack() as starting:
+                    starting.callback(_stop_recording, replica)
+                    try:
+                        replica.profiling.start(name)
+                    except StateError:  # another driver's profile runs: not ours to stop
+                        starting.pop_all()
+                        raise
+                    recording.push(starting.pop_all())
+            served = self.serve(inputs, keeps_prefixes=False)
+            recording.pop_all()
+        stopped = self.group.on_all(lambda replica: replica.profiling.stop())
+        return served, [reply.file for replies in stopped for reply in replies]
+
+    def _joined(self, served: Sequence[Served]) -> Served:
+        timings = {req_id: own for each in served for req_id, own in each.timings.items()}
+        first = min((timing.first_token for timing in timings.values()), default=self.ready)
+        return Served(
+            {req_id: output for each in served for req_id, output in each.outputs.items()},
+            {req_id: error for each in served for req_id, error in each.errors.items()},
+            max(each.seconds for each in served),
+            [record for each in served for record in each.records],
+            timings,
+            {
+                **self.startup_s,
+                "first_token": first - self.ready,
+                "total": first - self.process_started,
+            },
+        )
+
+
+def _stop_recording(replica: WorkerGroup) -> None:
+    """End a profile after a failure: the daemons would keep recording."""
+    with contextlib.suppress(WorkerDaemonError):
+        replica.profiling.stop()
+
+
+def _run_all(runs: Sequence[Callable[[], Served]], stopped: threading.Event) -> list[Served]:
+    """Make all runs, each on its own thread if there are several. If one fails, or this thread is
+    interrupted, the others end with their next step."""
+    if len(runs) == 1:
+        return [runs[0]()]
+    with ThreadPoolExecutor(len(runs), thread_name_prefix="replica") as pool:
+        calls = [pool.submit(run) for run in runs]
+        try:
+            ended, _ = wait(calls, return_when=FIRST_EXCEPTION)
+        finally:
+            stopped.set()
+    for call in (*ended, *calls):  # of several errors the first one: the others follow from it
+        call.result()
+    return [call.result() for call in calls]
+
+
+def _shared_out(
+    inputs: Sequence[InputRequest], adopted: Sequence[AdoptedRequest], num_replicas: int
+) -> list[list[InputRequest]]:
+    """Return each replica's share of the requests: running ones where they run, the samples of a
+    prompt together."""
+    places = {request.req_id: request.dp_rank for request in adopted}
+    shares: list[list[InputRequest]] = [[] for _ in range(num_replicas)]
+    for entry in inputs:
+        fewest = min(range(num_replicas), key=lambda place: len(shares[place]))
+        place = places.get(entry.id)
+        if place is None:
+            place = places.setdefault(parent_id(entry.id) or entry.id, fewest)
+        shares[place].append(entry)
+    return shares
 
 
 def _add_all(
@@ -200,7 +320,7 @@ def open_session(
     tokenizer: Tokenizer | None = None,
 ) -> Iterator[Session]:
     """Attach to the given daemons, or start local ones, and load the model. keep_requests: keep the
-    previous driver's requests for WorkerGroup.adopt_requests.
+    previous driver's requests for Session.adopt_requests.
 
     On exit, given daemons stay running and loaded, and local ones are stopped. The WorkerDied of a
     local daemon includes the end of its log, which is deleted.
@@ -217,34 +337,47 @@ def open_session(
             endpoints = tuple(daemons.endpoints)
             startup_s |= daemons.seconds
         launched = time.monotonic()
-        group = stack.enter_context(WorkerGroup(endpoints, options.config.parallel, options.keys))
+        group = stack.enter_context(
+            DataParallelGroup(endpoints, options.config.parallel, options.keys)
+        )
         group.attach(force=options.force, keep_requests=keep_requests, wait_s=options.wait_s)
         startup_s["attach"] = time.monotonic() - launched
-        model = group.prepare(
+        models = group.prepare(
             options.config,
             num_gpu_blocks=options.num_gpu_blocks,
             fit_max_model_len=options.fit_max_model_len,
             reload=options.reload,
             on_progress=on_progress,
         )
-        startup_s |= model.seconds
+        for phase in {phase: None for model in models for phase in model.seconds}:
+            startup_s[phase] = max(model.seconds.get(phase, 0.0) for model in models)
         ready = time.monotonic()
-        recover = _recovery(options, group, daemons)
-        yield Session(group, model, options, startup_s, process_started, ready, recover, tokenizer)
+        restarting = threading.Lock()
+        recover = [_recovery(options, own, daemons, restarting) for own in group.replicas]
+        yield Session(group, models, options, startup_s, process_started, ready, recover, tokenizer)
         if options.endpoints:
             # The run is complete. Where this fails, the lease ends by itself.
             with contextlib.suppress(WorkerDaemonError):
                 group.detach()
 
 
-def _recovery(options: RunOptions, group: WorkerGroup, daemons: LocalDaemons | None) -> Recover:
-    """Return the reaction to a dead daemon: wait until it is restarted, or restart it."""
+def _recovery(
+    options: RunOptions,
+    group: WorkerGroup,
+    daemons: LocalDaemons | None,
+    restarting: threading.Lock,
+) -> Recover:
+    """Return a replica's reaction to a dead daemon: wait until it is restarted, or restart it.
+    restarting: held while local daemons are restarted."""
     within_s = options.replace_within_s
     if not (within_s if daemons is None else options.restart):
         return give_up
 
     def recover(died: WorkerDied) -> None:
-        with contextlib.nullcontext() if daemons is None else daemons.kept_alive():
+        if daemons is None:
+            group.replace(died.rank, None, within_s)
+            return
+        with restarting, daemons.kept_alive():
             group.replace(died.rank, None, within_s)
 
     return recover
@@ -259,7 +392,7 @@ def _process_age_s() -> float:
 
 
 def _start_local(options: RunOptions) -> LocalDaemons:
-    world_size = options.config.parallel.world_size
+    world_size = options.config.parallel.world_size_across_dp
     cuda = options.device is Device.CUDA
     devices = [f"cuda:{index}" if cuda else "cpu" for index in range(world_size)]
     return LocalDaemons(devices, options.model.parent, lora_root=options.lora_root)

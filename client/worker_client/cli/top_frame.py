@@ -93,13 +93,14 @@ def frame(daemons: Sequence[Seen], now: float, width: int, height: int | None) -
 
 
 def _groups(daemons: Sequence[Seen]) -> list[list[Seen]]:
-    """Return the daemons by group: ranks of one epoch of one driver. A daemon alone, or without a
-    model, is none."""
-    members: dict[tuple[int, bytes], list[Seen]] = {}
+    """Return the daemons by group: ranks of one sequence of steps of one driver. A daemon alone, or
+    without a model, is none."""
+    members: dict[tuple[int, bytes, int], list[Seen]] = {}
     for seen in daemons:
         if seen.last is not None and seen.last.status.config is not None:
             status = seen.last.status
-            members.setdefault((status.epoch, status.lease.holder), []).append(seen)
+            number = status.rank // seen.last.status.config.parallel.group_size
+            members.setdefault((status.epoch, status.lease.holder, number), []).append(seen)
     return [group for group in members.values() if len(group) > 1]
 
 
@@ -167,9 +168,10 @@ def _figures(seen: Seen) -> str:
 
 
 def _group(members: Sequence[Seen]) -> Line:
-    """Return the line of a group. Its ranks run the same requests and steps, and one of them
-    answers: the largest count is the group's. Power is the sum; a GPU's use the mean; temperature
-    and KV cache are the largest."""
+    """Return the line of a group. Its ranks run the same steps, those of a replica the same
+    requests, and one of them answers: the largest count is the replica's. Counts of replicas in
+    lockstep are added. Power is the sum; a GPU's use the mean; temperature and KV cache are the
+    largest."""
     there = [seen for seen in members if not seen.error] or members
     samples = [seen.last for seen in there if seen.last is not None]
     config = samples[0].status.config
@@ -180,12 +182,15 @@ def _group(members: Sequence[Seen]) -> Line:
     watts = _known(load.power_w for load in loads)
     busiest = max(samples, key=lambda sample: sample.status.usual_step_us).status
     steps = max(_known(speed.steps_per_s for speed in speeds), default=None)
-    tokens = max(_known(speed.tokens_per_s for speed in speeds), default=None)
-    size, num_there = config.parallel.world_size, sum(not seen.error for seen in members)
+    ranks, of_replica = [sample.status.rank for sample in samples], config.parallel.world_size
+    tokens = _added(ranks, [speed.tokens_per_s for speed in speeds], of_replica)
+    requests = _added(ranks, [sample.status.num_requests for sample in samples], of_replica)
+    is_ready = any(sample.status.load == "READY" for sample in samples)
+    size, num_there = config.parallel.group_size, sum(not seen.error for seen in members)
     row = _row(
         "all",
         f"{num_there} of {size} ranks",
-        _requests(max(samples, key=lambda sample: sample.status.num_requests).status),
+        str(requests) if is_ready else "-",
         _number(steps),
         _number(tokens),
         _step_ms(busiest, Rates(steps, tokens)),
@@ -195,6 +200,16 @@ def _group(members: Sequence[Seen]) -> Line:
         _unit(max(_known(_kv_share(sample.status) for sample in samples), default=None), "%"),
     )
     return Line(row, "bold" if num_there == size else "bold red")
+
+
+def _added(ranks: Sequence[int], values: Sequence[Value | None], size: int) -> Value | None:
+    """Return the sum over replicas of the largest value that a rank of each has. size: ranks of a
+    replica."""
+    largest: dict[int, Value] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        if value is not None:
+            largest[rank // size] = max(value, largest.get(rank // size, value))
+    return sum(largest.values()) if largest else None
 
 
 def _known(values: Iterable[Value | None]) -> list[Value]:

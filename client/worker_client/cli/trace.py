@@ -39,7 +39,7 @@ def trace(
 def _write(recorded: Recorded, out: Path) -> Summary:
     """Write or replace the file atomically. Raises OutputError."""
     with replacement(out, "out") as file:
-        return merge_traces(recorded.ranks, recorded.driver, recorded.begin_ns, file)
+        return merge_traces(recorded.ranks, recorded.drivers, recorded.begin_ns, file)
 
 
 def _lines(summary: Summary) -> list[str]:
@@ -48,7 +48,11 @@ def _lines(summary: Summary) -> list[str]:
         f"times within {entry.clock_bound_ns / 1000:.0f} us"
         for entry in summary.ranks
     ]
-    if summary.driver_clock_bound_ns is None:
-        return [*lines, "driver: it did not answer (it answers while it waits for steps)"]
-    bound_us = summary.driver_clock_bound_ns / 1000
-    return [*lines, f"driver: {summary.num_driver_steps} steps, times within {bound_us:.0f} us"]
+    for driver in summary.drivers:
+        if driver.clock_bound_ns is None:
+            problem = "it did not answer (it answers while it waits for steps)"
+            lines.append(f"{driver.name}: {problem}")
+        else:
+            bound_us = driver.clock_bound_ns / 1000
+            lines.append(f"{driver.name}: {driver.num_steps} steps, times within {bound_us:.0f} us")
+    return lines

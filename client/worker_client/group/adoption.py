@@ -52,6 +52,8 @@ class AdoptedRequest:
     weights_version: int = 0
     """Number of the version of the weights that have computed its KV and sampled its tokens since
     its admission."""
+    dp_rank: int = 0
+    """The replica that has it."""
 
     @property
     def blocks_by_group(self) -> tuple[tuple[int, ...], ...]:

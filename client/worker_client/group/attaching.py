@@ -4,7 +4,7 @@ compares versions, agrees on an epoch in two phases, and waits for an earlier dr
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +17,7 @@ from rpc_schema.errors import (
     error_of_rank,
 )
 from rpc_schema.lease import MAX_LEASE_TTL_MS
+from worker_client.errors import ReplicasMissing, WorkerDied
 from worker_client.group.failure_state import Change, FailureState, GroupRequest
 from worker_client.group.group_channel import GroupChannel
 from worker_client.group.outcomes import DEFAULT_STEP_DEADLINE_S, StepsInFlight
@@ -70,9 +71,8 @@ class Attachment:
         """Raise the error with which the group refuses operations, if it does."""
         self.channel.check_usable()
 
-    def greet(self, timeout_s: float, wait_s: float) -> None:
-        """Wait for daemons that do not answer yet."""
-        answer_by = time.monotonic() + wait_s
+    def greet(self, timeout_s: float, answer_by: float) -> None:
+        """Wait for daemons that do not answer yet, until answer_by (time.monotonic) at most."""
         for client in self.channel.daemons.present:
             client.greet(timeout_s, answer_by)
 
@@ -217,11 +217,10 @@ def attach_together(
         each.state.check(GroupRequest.ATTACH)
     agree_s = ATTACH_TIMEOUT_S if timeout_s is None else timeout_s
     if wait_s:
-        for each in attachments:
-            each.greet(agree_s, wait_s)
+        answer_by = time.monotonic() + wait_s
+        _with_each(attachments, lambda each: each.greet(agree_s, answer_by))
     deadline = time.monotonic() + agree_s
-    for each in attachments:
-        each.meet(deadline)
+    _with_each(attachments, lambda each: each.meet(deadline))
     patience = Patience(wait_for_lease_s if timeout_s is None else min(wait_for_lease_s, agree_s))
     attempts_left = ATTACH_ATTEMPTS
     while True:
@@ -236,6 +235,19 @@ def attach_together(
         except (FencedError, LeaseHeldError):  # another driver was faster
             if not attempts_left:
                 raise
+
+
+def _with_each(attachments: Sequence[Attachment], meet: Callable[[Attachment], None]) -> None:
+    """Meet the daemons of each group. Raises WorkerDied: one is missing; of several replicas
+    ReplicasMissing, which names all that lack one."""
+    missing: dict[int, WorkerDied] = {}
+    for dp_rank, each in enumerate(attachments):
+        try:
+            meet(each)
+        except WorkerDied as error:
+            missing[dp_rank] = error
+    if missing:
+        raise ReplicasMissing(missing) if len(attachments) > 1 else missing[0]
 
 
 def _commit_together(

@@ -165,7 +165,7 @@ class GroupChannel:
             endpoints, driver_id, self.look, self._listen, self._sent, first_rank
         )
         self.lease = LeaseKeeper(self.daemons.context, driver_id, terms, self)
-        self._resending = Resending(self.daemons.clients, steps.output_rank, first_rank)
+        self._resending = Resending(self.daemons.clients, steps.output_ranks, first_rank)
         self.epoch = 0
         """0 before the first attach."""
         self.on_progress: Callable[[RankProgress], None] | None = None
@@ -194,6 +194,11 @@ class GroupChannel:
             self.check_deaths(0.0)  # the loss may be a consequence of a death
         self.check_given_up_link()
         self._state.check(GroupRequest.OPERATION)
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas in lockstep; 1 if the group is one replica."""
+        return len(self._steps.output_ranks)
 
     @property
     def takes_steps_at_once(self) -> bool:
@@ -357,14 +362,25 @@ class GroupChannel:
         return StepIds(self.epoch, self.links.numbers[self._first_rank], self._seq + 1)
 
     def send_step(
-        self, ids: StepIds, frames: Sequence[Frame], *, stands_alone: bool = False
+        self,
+        ids: StepIds,
+        by_replica: Sequence[Sequence[Frame]],
+        *,
+        stands_alone: bool = False,
     ) -> None:
-        """Send an encoded step, whose future exists already, to every rank. stands_alone: it closes
-        gaps. Raises WorkerDied."""
+        """Send an encoded step, whose future exists already, to every rank. by_replica: its frames,
+        once, or those of each replica in lockstep. stands_alone: it closes gaps. Raises
+        WorkerDied."""
         self._seq = ids.seq
         if stands_alone:
             self._resending.restart_from(ids.seq)
-        self._send_each(dict.fromkeys(self.daemons.present, frames))
+        if len(by_replica) == 1:
+            self._send_each(dict.fromkeys(self.daemons.present, by_replica[0]))
+            return
+        size = len(self.daemons.ranks) // self.num_replicas
+        self._send_each(
+            {client: by_replica[client.rank // size] for client in self.daemons.present}
+        )
 
     def ask(
         self,

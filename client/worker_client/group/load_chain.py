@@ -86,7 +86,15 @@ class LoadChain:
 
     def initialize_from_config(self, configs: Sequence[KVCacheConfig]) -> None:
         """Allocate every rank's KV cache. configs: one for each rank of the group."""
-        self._ask(partial(lc.InitializeFromConfig, kv_cache_configs=tuple(configs)))
+        size = len(configs) // self._channel.num_replicas
+        first = self._channel.daemons.ranks[0]
+
+        def build_for(rank: int) -> partial[lc.InitializeFromConfig]:
+            begin = (rank - first) // size * size
+            own = tuple(configs[begin : begin + size])
+            return partial(lc.InitializeFromConfig, kv_cache_configs=own)
+
+        self._ask_each(build_for)
 
     def initialize_cache(self, num_gpu_blocks: int) -> None:
         """Send every rank the number of blocks."""

@@ -206,7 +206,7 @@ class Loader:
 
     def _check_same(self, statuses: Sequence[Status]) -> None:
         differences: dict[str, None] = {}
-        is_whole = len(statuses) == self.config.parallel.world_size
+        is_whole = len(statuses) == self.config.parallel.group_size
         for rank, status in enumerate(statuses, self.first_rank):
             differences.update(dict.fromkeys(config_differences(self.config, status)))
             if status.rank != rank and is_whole:

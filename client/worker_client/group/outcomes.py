@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Protocol
 
 from rpc_schema.codec import StepReplyMessage
@@ -24,6 +25,7 @@ from worker_client.group.failure_state import (
 )
 from worker_client.scheduler_output import StepResult
 from worker_client.steps.encoded_step import EncodedStep
+from worker_client.steps.lockstep import LockstepSlots, LockstepStep
 from worker_client.steps.slots import SlotTable
 from worker_client.steps.step_checks import GroupLimits
 from worker_client.tracing.step_times import StepHistory
@@ -121,7 +123,7 @@ class StepFuture:
 
     group: StepWaiter
     seq: int
-    step: EncodedStep | None
+    step: EncodedStep | LockstepStep | None
     deadline: float
     epoch: int = 0
     """Epoch in which the step was sent; 0: it was not sent."""
@@ -129,6 +131,8 @@ class StepFuture:
     """True if the reply was a replay."""
     value: StepResult | None = None
     failure: Failure | None = None
+    parts: dict[int, StepResult] = field(default_factory=dict)
+    """Results of replicas in lockstep, by dp_rank, until all of them are here."""
 
     def done(self) -> bool:
         """Return True if the outcome is known; never waits."""
@@ -164,12 +168,15 @@ class StepFuture:
 class StepsInFlight:
     """Settles the futures of a group's steps, from replies and failures. Belongs to one thread."""
 
-    def __init__(self, state: FailureState, output_rank: int) -> None:
-        """Without rows until start(). state: the group's; every failure is applied to it."""
-        self.slots = SlotTable(1)
+    def __init__(self, state: FailureState, output_ranks: Sequence[int]) -> None:
+        """Without rows until start(). state: the group's; every failure is applied to it.
+        output_ranks: the rank of each replica that answers steps."""
+        self.slots: SlotTable | LockstepSlots = SlotTable(1)
         self.times = StepHistory()
         """Times at which steps were sent and settled, for traces."""
-        self.output_rank = output_rank
+        self.output_ranks = tuple(output_ranks)
+        self.output_rank = output_ranks[0]
+        """Rank of failures that are no rank's."""
         self._state = state
         self._timeout_s = DEFAULT_STEP_DEADLINE_S + STEP_SLACK_S
         self._futures: dict[int, StepFuture] = {}
@@ -181,7 +188,12 @@ class StepsInFlight:
     def start(self, max_num_seqs: int, limits: GroupLimits, step_deadline_s: float) -> None:
         """Begin with an empty table of slots; earlier failures are not reported any more."""
         self._timeout_s = step_deadline_s + STEP_SLACK_S
-        self.slots = SlotTable(max_num_seqs, limits)
+        num_replicas = len(self.output_ranks)
+        self.slots = (
+            SlotTable(max_num_seqs, limits)
+            if num_replicas == 1
+            else LockstepSlots(max_num_seqs, limits, num_replicas)
+        )
         self.slots.require_resync()
         self._state.apply(Change.PREPARED)
 
@@ -216,7 +228,7 @@ class StepsInFlight:
         return self._latest if self._state.is_unreported else None
 
     def expect(
-        self, waiter: StepWaiter, epoch: int, seq: int, step: EncodedStep | None
+        self, waiter: StepWaiter, epoch: int, seq: int, step: EncodedStep | LockstepStep | None
     ) -> StepFuture:
         """Return the future of a step that is about to be sent."""
         future = StepFuture(waiter, seq, step, time.monotonic() + self._timeout_s, epoch)
@@ -226,16 +238,20 @@ class StepsInFlight:
     def take_outcome(
         self, reply: StepReplyMessage, arrays: Sequence[bytes], *, replayed: bool = False
     ) -> None:
-        """Settle the step that the reply is for; late and repeated replies, and those of other
-        ranks, are dropped."""
-        if reply.rank != self.output_rank or reply.seq not in self._futures:
+        """Settle the step that the reply is for, once every replica in lockstep has replied; late
+        and repeated replies, and those of other ranks, are dropped."""
+        if reply.rank not in self.output_ranks or reply.seq not in self._futures:
             return
         future = self._futures[reply.seq]
         future.replayed = replayed
         try:
-            future.value = _decode_outcome(future, reply, arrays)
-            if future.step is not None and (future.value.refused or future.value.drafts):
-                self.slots.take_outcome(future.step, future.value)
+            if len(self.output_ranks) == 1:
+                future.value = _decode_outcome(future.step, reply, arrays)
+            elif not self._take_part(future, reply, arrays):
+                return
+            value = future.value
+            if future.step is not None and value is not None and (value.refused or value.drafts):
+                self.slots.take_outcome(future.step.seq, value)
         except BadFrameError as error:
             failure = self._new_failure(error, reply.rank, error.code)
             self._fail_from(reply.seq, failure)
@@ -244,6 +260,18 @@ class StepsInFlight:
         self._state.worked(reply.seq)
         self.times.settled(reply.seq)
         self._recently_done.append(reply.seq)
+
+    def _take_part(
+        self, future: StepFuture, reply: StepReplyMessage, arrays: Sequence[bytes]
+    ) -> bool:
+        """Take one replica's result of a step; return True once the step has those of all."""
+        dp_rank = self.output_ranks.index(reply.rank)
+        future.parts[dp_rank] = _decode_outcome(future.step, reply, arrays, dp_rank)
+        if len(future.parts) < len(self.output_ranks):
+            return False
+        parts = [future.parts[place] for place in range(len(self.output_ranks))]
+        future.value = reduce(StepResult.joined, parts)
+        return True
 
     def take_error(self, reply: ErrorReply, error: WorkerError) -> None:
         """Fail the step that the reply is for, and the later ones; `error` is the reply as an
@@ -362,10 +390,14 @@ class StepsInFlight:
 
 
 def _decode_outcome(
-    future: StepFuture, reply: StepReplyMessage, arrays: Sequence[bytes]
+    step: EncodedStep | LockstepStep | None,
+    reply: StepReplyMessage,
+    arrays: Sequence[bytes],
+    dp_rank: int = 0,
 ) -> StepResult:
     if not isinstance(reply, ModelRunnerOutput):
-        raise BadFrameError(f"step {future.seq} was answered with {type(reply).__name__}")
-    if future.step is None:
+        raise BadFrameError(f"step {reply.seq} was answered with {type(reply).__name__}")
+    if step is None:
         return StepResult((), (), weights_version=reply.weights_version)
-    return SlotTable.decode(future.step, reply, arrays)
+    part = step if isinstance(step, EncodedStep) else step.parts[dp_rank]
+    return SlotTable.decode(part, reply, arrays)

@@ -26,15 +26,16 @@ class Resending:
     """State of one group."""
 
     def __init__(
-        self, clients: Sequence[WorkerClient], output_rank: int, first_rank: int = 0
+        self, clients: Sequence[WorkerClient], output_ranks: Collection[int], first_rank: int = 0
     ) -> None:
-        """clients: by rank, from first_rank on; another client may take a rank's place."""
+        """clients: by rank, from first_rank on; another client may take a rank's place.
+        output_ranks: those that answer steps."""
         self.knows_ranks = len(clients) == 1
         """True if every daemon has the rank number of its place in the group."""
         self.due = 0.0
         """Time (time.monotonic) to call send_overdue(), unless restart() is called before."""
         self._clients = clients
-        self._output_rank = output_rank
+        self._output_ranks = output_ranks
         self._ranks = range(first_rank, first_rank + len(clients))
         self._sent = SentSteps(self._ranks)
         self._uids: dict[bytes, int] = {}
@@ -85,7 +86,7 @@ class Resending:
 
     def send_overdue(self, seq: int, answered: Collection[int], *, is_step: bool) -> None:
         """Send request `seq` and the later ones again, to the ranks that may not have them, or
-        whose reply is missing: for a step the output rank's alone, for an operation those of all
+        whose reply is missing: for a step the output ranks' alone, for an operation those of all
         but `answered`. A rank that runs something is skipped: it is not silent."""
         self._patience_s *= 2
         self.due = time.monotonic() + self._patience_s
@@ -98,7 +99,7 @@ class Resending:
         owes, may be lost: for send_overdue(), and for a rank whose connection came back."""
         if not is_step and not self.knows_ranks:
             return
-        owes_answer = not is_step or rank == self._output_rank
+        owes_answer = not is_step or rank in self._output_ranks
         first = seq if owes_answer else max(seq, self._sent.last_seq(rank) + 1)
         for step in self._sent.since(rank, first):
             self._clients[rank - self._ranks[0]].send_again(step.frames)

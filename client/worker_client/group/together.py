@@ -9,7 +9,12 @@ ResultT = TypeVar("ResultT")
 
 
 def run_together(calls: Sequence[Callable[[], ResultT]]) -> list[Future[ResultT]]:
-    """Make all calls at the same time; return their outcomes, in order, once all have ended."""
+    """Make all calls at the same time; return their outcomes, in order, once all have ended. A
+    single one is made on the caller's thread, and raises there."""
+    if len(calls) == 1:
+        ended: Future[ResultT] = Future()
+        ended.set_result(calls[0]())
+        return [ended]
     with ThreadPoolExecutor(len(calls), thread_name_prefix="replica") as pool:
         return [pool.submit(call) for call in calls]
 

@@ -5,7 +5,7 @@ import contextlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from rpc_schema import lifecycle as lc
 from rpc_schema import weight_transfer as wt
@@ -253,12 +253,12 @@ class GroupWeights:
         check_same_weights(statuses, "" if config is None else config.model.model)
         save = secrets.token_bytes(16)
         try:
-            replies = self._channel.ask(partial(build, save=save))
+            replies = self._ask_writers(partial(build, save=save))
         except (WorkerError, DeadlineExceeded):
             self._remove_saved(save)
             raise
         try:
-            self._channel.ask(partial(lc.FinishShardedState, save=save, keep=True))
+            self._ask_writers(partial(lc.FinishShardedState, save=save, keep=True))
         except WorkerError as error:
             first = self._channel.daemons.ranks[0]
             if error.rank == first:  # otherwise it may be about to move those files into place
@@ -266,9 +266,19 @@ class GroupWeights:
             raise
         return replies
 
+    def _ask_writers(self, build: Callable[..., StepRequest[ReplyT]]) -> list[ReplyT]:
+        """Have the ranks of one replica do an operation: those in lockstep have the same files."""
+        ranks = self._channel.daemons.ranks
+        writers = ranks[: len(ranks) // self._channel.num_replicas]
+
+        def build_for(rank: int) -> Callable[..., StepRequest[Any]]:
+            return build if rank in writers else lc.GetSupportedTasks
+
+        return self._channel.ask_each(build_for)[: len(writers)]
+
     def _remove_saved(self, save: bytes) -> None:
         with contextlib.suppress(WorkerDaemonError):  # the next save cleans up as well
-            self._channel.ask(partial(lc.FinishShardedState, save=save, keep=False))
+            self._ask_writers(partial(lc.FinishShardedState, save=save, keep=False))
 
     def _statuses(self) -> list[lc.Status]:
         return [client.get_status() for client in self._channel.daemons.clients]

@@ -19,7 +19,7 @@ from worker_client.replicas.loras import ReplicaLoras
 from worker_client.wire.endpoint import new_driver_id
 from worker_client.wire.keys import NO_KEYS, Keys
 from worker_client.wire.lease import LeaseTerms
-from worker_client.worker_group import WorkerGroup
+from worker_client.worker_group import RankProgress, WorkerGroup, parse_endpoints
 
 ResultT = TypeVar("ResultT")
 
@@ -48,18 +48,10 @@ class DataParallelGroup:
             ClientConfigError: the number of endpoints is not that of all replicas, an endpoint is
                 named twice, or one is unusable.
         """
-        needed = parallel.world_size_across_dp
-        if len(endpoints) != needed:
-            problem = (
-                f"data_parallel_size {parallel.data_parallel_size} x pipeline_parallel_size "
-                f"{parallel.pipeline_parallel_size} x tensor_parallel_size "
-                f"{parallel.tensor_parallel_size} needs {needed} daemons"
-            )
-            fix = f"give {needed} endpoints, or other parallel sizes"
-            raise config_error("endpoints", list(endpoints), problem, fix)
-        if len(set(endpoints)) != needed:
-            problem, fix = "an endpoint is named twice", "name each daemon once"
-            raise config_error("endpoints", list(endpoints), problem, fix)
+        if parallel.data_parallel_lockstep:
+            problem, fix = "replicas in lockstep are one group", "use WorkerGroup for all of them"
+            raise config_error("parallel.data_parallel_lockstep", True, problem, fix)
+        parse_endpoints(endpoints, parallel, keys, parallel.data_parallel_size)
         self.parallel = parallel
         self.driver_id = new_driver_id()
         with contextlib.ExitStack() as opened:
@@ -104,7 +96,11 @@ class DataParallelGroup:
         wait_s: float = 0.0,
     ) -> list[lc.Status]:
         """Attach to all daemons of all replicas under one epoch, or to none; return their states by
-        rank. Options and errors are those of WorkerGroup.attach."""
+        rank. Options and errors are those of WorkerGroup.attach, and
+
+        Raises:
+            ReplicasMissing: daemons do not run; names each replica that lacks one.
+        """
         found = attach_together(
             [replica.attachment for replica in self.replicas],
             timeout_s,
@@ -125,8 +121,10 @@ class DataParallelGroup:
         fit_max_model_len: bool = False,
         reload: bool = False,
         weights_version: int | None = None,
+        on_progress: Callable[[RankProgress], None] | None = None,
     ) -> list[LoadedGroup]:
         """Make all replicas ready to serve `config`, at the same time; return what each has loaded.
+        on_progress is called on several threads.
         Replicas may have different numbers of KV blocks. If they hold different weights, since an
         update has reached some of them only, all read them again. Options and errors are those of
         WorkerGroup.prepare, and
@@ -141,6 +139,7 @@ class DataParallelGroup:
                 fit_max_model_len=fit_max_model_len,
                 reload=reload,
                 weights_version=weights_version,
+                on_progress=on_progress,
             )
         )
         statuses = self.get_status()

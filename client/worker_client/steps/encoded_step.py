@@ -113,13 +113,23 @@ class EncodedStep:
         self.num_drafts = num_drafts
         """Drafts of the requests that have some."""
 
-    def later(self, chosen: Mapping[int, str]) -> "EncodedStep":
-        """Return the later sampling of deferred requests, given by slot."""
+    @property
+    def by_replica(self) -> Sequence[Sequence[Frame]]:
+        """The frames, once for all ranks."""
+        return (self.frames,)
+
+    @property
+    def left_req_ids(self) -> list[str]:
+        """Deferred requests that were not sampled yet."""
+        return list(self.left.values())
+
+    def later(self, chosen: Mapping[int, str], frames: list[Frame]) -> "EncodedStep":
+        """Return the later sampling of deferred requests, given by slot, as sent in frames."""
         slots, req_ids = list(chosen), list(chosen.values())
         return EncodedStep(
             self.seq,
             self.output,
-            [],
+            frames,
             None,
             slots,
             req_ids,

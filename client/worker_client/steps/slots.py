@@ -8,15 +8,15 @@ rows' counts are brought up to date only when they are read.
 """
 
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rpc_schema.codec import Frame, encode_step
-from rpc_schema.step import ExecuteModel, ModelRunnerOutput, NewRequestData
+from rpc_schema.step import ExecuteModel, ModelRunnerOutput, NewRequestData, SampleTokens
 from worker_client.parts.registry import Extensions, pools, reports
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult, StepValues
 from worker_client.steps.block_tables import BlockTables, CheckedBlocks
@@ -51,6 +51,10 @@ MAX_STEADY = 16
 
 Int32s = NDArray[np.int32]
 _NONE_NEW: Mapping[str, int] = {}
+
+Confirm: TypeAlias = Callable[[], None]
+_Ids: TypeAlias = tuple[int, int, int, Confirm | None]
+"""Epoch, link and seq of a step, and what is called before it is accounted for."""
 
 
 class _Members(NamedTuple):
@@ -112,14 +116,25 @@ class SlotTable:
         """Return the slot of a request; KeyError if it has none."""
         return self._slot_of[req_id]
 
-    def encode(self, output: SchedulerOutput, *, epoch: int, link: int, seq: int) -> EncodedStep:
+    def encode(
+        self,
+        output: SchedulerOutput,
+        *,
+        epoch: int,
+        link: int,
+        seq: int,
+        confirm: Confirm | None = None,
+    ) -> EncodedStep:
         """Encode a step and account for it as applied. The table changes only after the step is
         checked and encoded, when nothing can fail any more.
+
+        confirm: called just before the table changes. What it raises is raised, and nothing has
+        changed then.
 
         Raises:
             InvalidSchedulerOutput: the output breaks a rule; nothing has changed.
         """
-        ids = epoch, link, seq
+        ids = epoch, link, seq, confirm
         for steady in self._steady:
             if steady.req_ids is output.decode_req_ids:
                 break
@@ -134,7 +149,7 @@ class SlotTable:
         return encoded_step
 
     def _encode_other(
-        self, output: SchedulerOutput, steady: SteadyRequests | None, ids: tuple[int, int, int]
+        self, output: SchedulerOutput, steady: SteadyRequests | None, ids: _Ids
     ) -> EncodedStep | StepFault:
         """Encode a step that may have any fault. steady: the requests of decode_req_ids, if they
         are known as such."""
@@ -191,38 +206,75 @@ class SlotTable:
         drafted = self._rows.drafted
         return drafted.has_known and bool(drafted.to_settle(steady.bits))
 
-    def encode_later(
-        self, step: EncodedStep, values: Sequence[StepValues], req_ids: Collection[str] | None
-    ) -> tuple[dict[int, str], StepSampling]:
-        """Return the deferred requests of `step` that are to be sampled now, by slot, and what a
-        SampleTokens says of them; values of requests that have left their slots since are left out.
-        req_ids: some of those that are left, None for all. None are left once rows were lost.
+    def encode_sampling(
+        self,
+        step: EncodedStep,
+        values: Sequence[StepValues],
+        req_ids: Collection[str] | None,
+        *,
+        epoch: int,
+        link: int,
+        seq: int,
+    ) -> EncodedStep | None:
+        """Encode a SampleTokens of requests that a step has deferred, and account for it; None if
+        none are left. Values of requests that have left their slots since are left out. req_ids:
+        some of those that are left, None for all.
 
         Raises:
             InvalidSchedulerOutput: the step has not deferred a request, or it was sampled, or
-            values are malformed.
+                values are malformed; nothing has changed.
+            TooLargeError: the values do not fit into a message; nothing has changed.
         """
-        fault = values_fault(values)
-        if fault is not None:
-            refuse(fault)
-        chosen = {} if self._must_resync else step.left  # then its rows are gone
-        if req_ids is not None:
-            chosen = {slot: req_id for slot, req_id in chosen.items() if req_id in req_ids}
-        slot_of = {req_id: slot for slot, req_id in chosen.items()}
-        given = [("extensions", each.req_ids) for each in values]
-        for field, names in (*given, ("req_ids", req_ids or ())):
-            wrong = [req_id for req_id in names if req_id not in slot_of]
-            if wrong:
-                refuse(wrong_ids(f"step {step.seq} has not deferred it", field, wrong))
-        staying = {name: slot for name, slot in slot_of.items() if self._slot_of.get(name) == slot}
+        check_values(values)
+        chosen = self.left_of(step, req_ids)
+        check_deferred(step.seq, values, req_ids, chosen.values())
+        if not chosen:
+            return None
+        return self.encode_chosen(step, chosen, values, epoch=epoch, link=link, seq=seq)
+
+    def left_of(self, step: EncodedStep, req_ids: Collection[str] | None) -> dict[int, str]:
+        """Return the requests among these (None: all) that a step has deferred and that were not
+        sampled, by slot. None are left once rows were lost."""
+        if self._must_resync:
+            return {}
+        return {s: r for s, r in step.left.items() if req_ids is None or r in req_ids}
+
+    def encode_chosen(
+        self,
+        step: EncodedStep,
+        chosen: Mapping[int, str],
+        values: Sequence[StepValues],
+        *,
+        epoch: int,
+        link: int,
+        seq: int,
+        confirm: Confirm | None = None,
+    ) -> EncodedStep:
+        """Encode a SampleTokens of requests of left_of, and account for it. Values of other
+        requests are left out. confirm: as in encode."""
+        sampling = self._sampling_later(chosen, values)
+        request = SampleTokens(
+            epoch=epoch,
+            link=link,
+            seq=seq,
+            step_seq=step.seq,
+            extensions=sampling.extensions,
+            slots=None if len(chosen) == len(step.left) else named(chosen),
+        )
+        frames = encode_step(request, sampling.frames)
+        if confirm is not None:
+            confirm()
+        self._deferred.take(step, chosen, self._slot_of)
+        return step.later(chosen, frames)
+
+    def _sampling_later(
+        self, chosen: Mapping[int, str], values: Sequence[StepValues]
+    ) -> StepSampling:
+        staying = {name: slot for slot, name in chosen.items() if self._slot_of.get(name) == slot}
         sampling = sampling_of(values, staying)
         if isinstance(sampling, StepFault):
             refuse(sampling)
-        return chosen, sampling._replace(deferred=ALL_AT_ONCE.deferred)
-
-    def take_later(self, step: EncodedStep, chosen: Iterable[int]) -> None:
-        """Note that deferred requests of a step, given by slot, were sampled."""
-        self._deferred.take(step, chosen, self._slot_of)
+        return sampling._replace(deferred=ALL_AT_ONCE.deferred)
 
     @staticmethod
     def decode(step: EncodedStep, reply: ModelRunnerOutput, arrays: Sequence[Frame]) -> StepResult:
@@ -299,9 +351,9 @@ class SlotTable:
         return steady
 
     def _encode_steady(
-        self, output: SchedulerOutput, steady: SteadyRequests, ids: tuple[int, int, int]
+        self, output: SchedulerOutput, steady: SteadyRequests, ids: _Ids
     ) -> EncodedStep | StepFault:
-        epoch, link, seq = ids
+        epoch, link, seq, confirm = ids
         blocks = self._blocks.take_free(output, self._slot_of)
         if blocks is None:
             self._flush()
@@ -323,6 +375,8 @@ class SlotTable:
         )
         try:
             frames = encode_step(message)
+            if confirm is not None:
+                confirm()
         except BaseException:
             self._blocks.give_back(blocks)
             raise
@@ -338,7 +392,7 @@ class SlotTable:
         steady: SteadyRequests | None,
         counts: Mapping[str, int],
         read: ReadStep,
-        ids: tuple[int, int, int],
+        ids: _Ids,
     ) -> EncodedStep | StepFault:
         change = self._check(output, steady, counts, read.new)
         if isinstance(change, StepFault):
@@ -350,6 +404,8 @@ class SlotTable:
         frames = self._encode_change(pack_bits(bits), change, read.tokens, resync, notes, ids)
         if isinstance(frames, StepFault):
             return frames
+        if ids[3] is not None:
+            ids[3]()
         self._apply(change, notes, ids[2])
         self._must_resync = False
         if steady is not None:
@@ -533,7 +589,7 @@ class SlotTable:
         tokens: Sequence[Frame],
         resync: bytes | None,
         notes: RowNotes,
-        ids: tuple[int, int, int],
+        ids: _Ids,
     ) -> list[Frame] | StepFault:
         """Encode a checked step. scheduled: its slots as a bitmap."""
         rows, new, slot_of_new = change.rows, change.members.new, change.members.slot_of_new
@@ -564,16 +620,16 @@ class SlotTable:
         )
         return encode_checked(message, [*tokens, *change.sampling.frames], new, self._limits)
 
-    def take_outcome(self, step: EncodedStep, result: StepResult) -> None:
-        """Record tokens that a step counted for requests, but that they did not gain, and which
-        outcomes of drafts are known: a later step tells the workers."""
+    def take_outcome(self, seq: int, result: StepResult) -> None:
+        """Record tokens that the step `seq` counted for requests, but that they did not gain, and
+        which outcomes of drafts are known: a later step tells the workers."""
         refused, drafts = result.refused, result.drafts
         for req_id in {**refused, **drafts}:
             slot = self._slot_of.get(req_id)
             if slot is not None:
                 had_drafts = req_id in drafts
                 count = refused.get(req_id, 0)
-                self._rows.take_outcome(slot, step.seq, count, had_drafts=had_drafts)
+                self._rows.take_outcome(slot, seq, count, had_drafts=had_drafts)
 
     def _apply(self, change: _Change, notes: RowNotes, seq: int) -> None:
         """Account for a checked and encoded step; nothing here can fail."""
@@ -644,6 +700,27 @@ class SlotTable:
         slots = np.flatnonzero(is_live).astype(np.int32)
         columns = (slots, *self._rows.columns(slots), *self._blocks.lengths(slots))
         return np.stack(columns, axis=1).astype("<i4").tobytes()
+
+
+def check_values(values: Sequence[StepValues]) -> None:
+    """Raise InvalidSchedulerOutput if values are malformed."""
+    fault = values_fault(values)
+    if fault is not None:
+        refuse(fault)
+
+
+def check_deferred(
+    seq: int,
+    values: Sequence[StepValues],
+    req_ids: Collection[str] | None,
+    left: Collection[str],
+) -> None:
+    """Raise InvalidSchedulerOutput if values, or req_ids, name a request that is not left."""
+    given = [("extensions", each.req_ids) for each in values]
+    for field, names in (*given, ("req_ids", req_ids or ())):
+        wrong = [req_id for req_id in names if req_id not in left]
+        if wrong:
+            refuse(wrong_ids(f"step {seq} has not deferred it", field, wrong))
 
 
 def _pairs(slots: Int32s, numbers: Int32s, chosen: NDArray[np.bool_]) -> bytes:

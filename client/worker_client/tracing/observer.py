@@ -1,5 +1,5 @@
 """Tracing of a running group without driving it: every rank records for a while, then its trace is
-read back, with clock offsets from before and after, and with the driver's own steps. Uses control
+read back, with clock offsets from before and after, and with its drivers' own steps. Uses control
 sockets only, without epoch, lease and seq."""
 
 import contextlib
@@ -44,7 +44,8 @@ class Recorded:
 
     ranks: list[RankTrace]
     """In rank order."""
-    driver: DriverTrace | None
+    drivers: list[DriverTrace]
+    """That of the group, or of each replica with steps of its own."""
     begin_ns: int
     """Start, by our monotonic clock."""
 
@@ -83,16 +84,20 @@ def record(
     _await_all(_stop(clients, trace, keep=True, timeout_s=STOP_TIMEOUT_S))
     after = [measure(client.read_clock) for client in clients]
     maps = [ClockMap(*pair) for pair in zip(before, after, strict=True)]
-    first = next(index for index, status in enumerate(statuses) if status.rank == 0)
-    begin, end = (moment + before[first].ahead_ns for moment in (begin_ns, end_ns))
-    clients[first].ask(partial(AskDriver, trace=trace, begin_ns=begin, end_ns=end))
-    steps = _driver_steps(clients[first], trace, time.monotonic() + driver_timeout_s)
-    driver = None if steps is None else DriverTrace(steps, maps[first])
+    askers = _askers(statuses)
+    for index in askers:
+        begin, end = (moment + before[index].ahead_ns for moment in (begin_ns, end_ns))
+        clients[index].ask(partial(AskDriver, trace=trace, begin_ns=begin, end_ns=end))
+    until = time.monotonic() + driver_timeout_s
+    drivers = [
+        DriverTrace(_driver_steps(clients[index], trace, until), maps[index], name)
+        for index, name in askers.items()
+    ]
     ranks = [
         RankTrace(status.rank, _place(status), status.pid, _read(client, trace), clock)
         for client, status, clock in zip(clients, statuses, maps, strict=True)
     ]
-    return Recorded(sorted(ranks, key=lambda rank: rank.rank), driver, begin_ns)
+    return Recorded(sorted(ranks, key=lambda rank: rank.rank), drivers, begin_ns)
 
 
 def _checked_ms(seconds: float) -> int:
@@ -112,6 +117,18 @@ def _group_of(clients: Sequence[AskingClient]) -> list[lc.Status]:
         fix = "name each daemon of one group once, ranks 0 to N - 1"
         raise config_error("endpoints", ranks, "they are not the ranks of one group", fix)
     return statuses
+
+
+def _askers(statuses: Sequence[lc.Status]) -> dict[int, str]:
+    """Return the daemons, by their place among statuses, that ask a driver for its steps, with its
+    name: the first rank of each sequence of steps, in order."""
+    places = {status.rank: place for place, status in enumerate(statuses)}
+    config = statuses[places[0]].config
+    size = len(statuses) if config is None else config.parallel.group_size
+    if size >= len(statuses):
+        return {places[0]: "driver"}
+    firsts = range(0, len(statuses), size)
+    return {places[rank]: f"driver of replica {dp_rank}" for dp_rank, rank in enumerate(firsts)}
 
 
 def _place(status: lc.Status) -> str:

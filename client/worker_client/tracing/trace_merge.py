@@ -52,11 +52,14 @@ class RankTrace:
 
 @dataclass(frozen=True, slots=True)
 class DriverTrace:
-    """Steps of a driver."""
+    """Steps of a driver, or of one replica's."""
 
-    steps: DriverSteps
+    steps: DriverSteps | None
+    """None: the driver did not answer."""
     daemon_clock: ClockMap
     """From the clock of the daemon that holds the steps to ours."""
+    name: str = "driver"
+    """For display; each has another."""
 
 
 @dataclass(slots=True)
@@ -71,17 +74,25 @@ class RankSummary:
 
 
 @dataclass(slots=True)
+class DriverSummary:
+    """Summary of a driver's steps."""
+
+    name: str
+    num_steps: int = 0
+    clock_bound_ns: int | None = None
+    """None: the driver did not answer."""
+
+
+@dataclass(slots=True)
 class Summary:
     """Summary of a merge."""
 
     ranks: list[RankSummary] = field(default_factory=list)
-    num_driver_steps: int = 0
-    driver_clock_bound_ns: int | None = None
-    """None: the driver did not answer."""
+    drivers: list[DriverSummary] = field(default_factory=list)
 
 
 def merge_traces(
-    ranks: Sequence[RankTrace], driver: DriverTrace | None, origin_ns: int, target: BinaryIO
+    ranks: Sequence[RankTrace], drivers: Sequence[DriverTrace], origin_ns: int, target: BinaryIO
 ) -> Summary:
     """Write the merged trace, compressed by gzip. One rank is in memory at a time.
 
@@ -93,7 +104,12 @@ def merge_traces(
     summary = Summary()
     with gzip.GzipFile(fileobj=target, mode="wb", compresslevel=_GZIP_LEVEL, mtime=0) as sink:
         sink.write(b'{"displayTimeUnit":"ms","traceEvents":[')
-        written = _write_events(sink, _driver_events(driver, origin_ns, summary), first=True)
+        written = False
+        for pid, driver in enumerate(drivers, DRIVER_PID):
+            own = DriverSummary(driver.name)
+            summary.drivers.append(own)
+            events = _driver_events(driver, pid, origin_ns, own)
+            written = _write_events(sink, events, first=not written) or written
         ids: _Ids = {}
         for rank in ranks:
             entry = RankSummary(rank.rank)
@@ -115,24 +131,27 @@ def _write_events(sink: gzip.GzipFile, events: Iterable[Event], *, first: bool) 
 
 def _other_data(summary: Summary) -> dict[str, object]:
     clocks = {f"rank {entry.rank}": entry.clock_bound_ns for entry in summary.ranks}
-    if summary.driver_clock_bound_ns is not None:
-        clocks["driver"] = summary.driver_clock_bound_ns
+    for driver in summary.drivers:
+        if driver.clock_bound_ns is not None:
+            clocks[driver.name] = driver.clock_bound_ns
     return {"clock_bound_ns": clocks}
 
 
 # The driver.
 
 
-def _driver_events(driver: DriverTrace | None, origin_ns: int, summary: Summary) -> Iterator[Event]:
-    if driver is None:
-        return
+def _driver_events(
+    driver: DriverTrace, pid: int, origin_ns: int, summary: DriverSummary
+) -> Iterator[Event]:
     steps = driver.steps
+    if steps is None:
+        return
     # To the daemon's clock at the time of that measurement, then to ours.
     own = Offset(steps.clock_at_ns, steps.clock_offset_ns, steps.clock_bound_ns)
-    summary.driver_clock_bound_ns = own.bound_ns + driver.daemon_clock.bound_ns
-    yield from _names(DRIVER_PID, f"driver (pid {steps.pid})", 0)
-    yield _thread_name(DRIVER_PID, _SEND_THREAD, "send")
-    yield _thread_name(DRIVER_PID, _FLIGHT_THREAD, "in flight")
+    summary.clock_bound_ns = own.bound_ns + driver.daemon_clock.bound_ns
+    yield from _names(pid, f"{driver.name} (pid {steps.pid})", pid - DRIVER_PID)
+    yield _thread_name(pid, _SEND_THREAD, "send")
+    yield _thread_name(pid, _FLIGHT_THREAD, "in flight")
 
     def moment(ns: int) -> float:
         return (driver.daemon_clock.to_ours(ns + own.ahead_ns) - origin_ns) / 1000
@@ -142,17 +161,18 @@ def _driver_events(driver: DriverTrace | None, origin_ns: int, summary: Summary)
         *_columns("<i4", steps.context_tokens, steps.generation_tokens),
     )
     if len({len(column) for column in columns}) != 1:
-        raise TraceError("the driver's columns differ in length")
-    summary.num_driver_steps = len(columns[0])
+        raise TraceError(f"the columns of the {driver.name} differ in length")
+    summary.num_steps = len(columns[0])
     for seq, began, sent, settled, context, generation in zip(*columns, strict=True):
         arguments = {"seq": seq, "context_tokens": context, "generation_tokens": generation}
-        at = {"pid": DRIVER_PID, "cat": "driver_step", "args": arguments}
+        at = {"pid": pid, "cat": "driver_step", "args": arguments}
         start, end = moment(began), moment(sent)
         yield {**at, "ph": "X", "name": f"send {seq}", "ts": start, "dur": end - start} | {
             "tid": _SEND_THREAD
         }
         if settled:
-            flight = {**at, "name": f"step {seq}", "id": f"driver-{seq}", "tid": _FLIGHT_THREAD}
+            flight = {**at, "name": f"step {seq}", "id": f"{driver.name}-{seq}"}
+            flight["tid"] = _FLIGHT_THREAD
             yield {**flight, "ph": "b", "ts": end}
             yield {**flight, "ph": "e", "ts": moment(settled)}
 

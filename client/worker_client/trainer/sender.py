@@ -94,7 +94,7 @@ class WeightSender:
         else:
             channel = self._channel = BroadcastChannel(
                 self._backend,
-                self._group.parallel.world_size,
+                self._group.parallel.group_size,
                 device=self._device,
                 host=self._host,
                 timeout_s=self._timeout_s,

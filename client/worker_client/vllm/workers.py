@@ -176,7 +176,7 @@ class Workers:
         future = sent.future
         if future is None or future.failure is not None or future.step is None:
             return []
-        left = list(future.step.left.values())
+        left = future.step.left_req_ids
         if not left:
             return []
         width = max((mask.nbytes for mask in masks.values()), default=1)

@@ -27,7 +27,12 @@ from tests.support.fake_daemon import HELD, FakeDaemon, Fault, reference_tokens
 from tests.support.waiting import wait_until
 from tests.unit.client.conftest import worker_config
 from worker_client.driver import Driver
-from worker_client.errors import ClientConfigError, ContentMismatchError, WorkerDied
+from worker_client.errors import (
+    ClientConfigError,
+    ContentMismatchError,
+    ReplicasMissing,
+    WorkerDied,
+)
 from worker_client.group.failure_state import DrainState, Ownership
 from worker_client.replicas.driver import DataParallelDriver
 from worker_client.replicas.group import DataParallelGroup
@@ -200,6 +205,22 @@ def test_lease_is_taken_of_all_replicas_or_none(connected):
     group.attach()
     assert daemons[0].epoch == daemons[1].epoch > 1
     assert {replica.driver_id for replica in group.replicas} == {group.driver_id}
+
+
+def test_attach_names_the_replicas_that_lack_a_daemon(connected):
+    group, _, daemons = connected(4, 2)
+    daemons[3].kill()
+    for rank in (6, 7):
+        daemons[rank].kill()
+    with pytest.raises(ReplicasMissing) as caught:
+        group.attach(wait_s=0.2)
+    found = {dp_rank: died.rank for dp_rank, died in caught.value.by_replica.items()}
+    assert found == {1: 3, 3: 6}
+    lines = str(caught.value).splitlines()
+    for line, dp_rank, rank in zip(lines, (1, 3), (3, 6), strict=True):
+        assert line.startswith(f"replica {dp_rank} lacks rank {rank} at {daemons[rank].endpoint}")
+        assert "nothing listens" in line
+    assert not any(daemon.epoch or daemon.granted for daemon in daemons)
 
 
 def test_replica_that_hangs_keeps_no_other_one_from_attaching(connected):

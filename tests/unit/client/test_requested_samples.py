@@ -137,14 +137,13 @@ def test_samples_come_with_the_deferred_sampling_of_their_step():
     table, first = begin(extensions=(StepMasks(deferred=("a", "b")),), a=3, c=2)
     now = table.decode(first, reply_to(first, [2, 3], [30, 31, 40], [2, 1]), [])
     assert list(now.samples) == ["c"]
-    chosen, _ = table.encode_later(first, (), ["a"])
-    result = table.decode(first.later(chosen), reply_to(first, [0], [10, 11, 12], [3]), [])
+    later = table.encode_sampling(first, (), ["a"], **IDS, seq=2)
+    result = table.decode(later, reply_to(first, [0], [10, 11, 12], [3]), [])
     assert (list(result.req_ids), list(result.token_ids)) == (["a"], [12])
     assert [own.token_id for own in now.joined(result).samples["a"]] == [10, 11, 12]
     assert [own.token_id for own in now.joined(result).samples["c"]] == [30, 31]
-    table.take_later(first, chosen)
-    chosen, _ = table.encode_later(first, (), None)
-    result = table.decode(first.later(chosen), reply_to(first, [1], [20]), [])
+    later = table.encode_sampling(first, (), None, **IDS, seq=3)
+    result = table.decode(later, reply_to(first, [1], [20]), [])
     assert (dict(result.samples), result.sampled) == ({}, {"b": 20})
 
 

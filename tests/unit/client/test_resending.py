@@ -40,7 +40,7 @@ def ranks():
 @pytest.fixture
 def resending(ranks):
     """Steps 1 to 4 were sent to both."""
-    resending = Resending(ranks, 1)
+    resending = Resending(ranks, [1])
     resending.begin_epoch()
     resending.meet((0, 1), ranks)
     for seq in range(1, 5):

@@ -352,7 +352,7 @@ def test_only_a_deferred_step_may_be_answered_in_part():
     with pytest.raises(BadFrameError):
         table.decode(step_2, reply(2, 0, 2), [])
     assert table.decode(step_2, reply(2), []).sampled == {}
-    deferred = step_2.later(step_2.left)
+    deferred = step_2.later(step_2.left, [])
     assert table.decode(deferred, reply(2, 0, 2), []).sampled == {"a": 0, "c": 2}
     short = msgspec.structs.replace(reply(2, 0, 2), slots=bitmap((0, 1, 2)))
     padded = msgspec.structs.replace(reply(2, 0, 2), slots=bitmap((0, 2)) + b"\0")
@@ -388,12 +388,12 @@ def test_refused_tokens_lower_the_bounds_of_the_request_that_refused_them():
     result = table.decode(first, reply, [])
     assert (list(result.req_ids), list(result.token_ids)) == (["b"], [7])
     assert result.refused == {"a": 1}
-    table.take_outcome(first, result)
+    table.take_outcome(first.seq, result)
     third = table.encode(SchedulerOutput(decode_req_ids=ids), **IDS, seq=3)
     assert np.frombuffer(read(third).corrections, "<i4").tolist() == [0, 1]
     fourth = table.encode(SchedulerOutput(decode_req_ids=ids), **IDS, seq=4)
     assert read(fourth).corrections == b""
-    table.take_outcome(second, StepResult((), (), refused={"a": 1, "b": 1}))
+    table.take_outcome(second.seq, StepResult((), (), refused={"a": 1, "b": 1}))
     again = SchedulerOutput(
         {"a": 2, "b": 1},
         finished_req_ids=["a"],
@@ -401,9 +401,8 @@ def test_refused_tokens_lower_the_bounds_of_the_request_that_refused_them():
     )
     fifth = table.encode(again, **IDS, seq=5)
     assert np.frombuffer(read(fifth).corrections, "<i4").tolist() == [1, 1]
-    table.take_outcome(
-        third, StepResult((), (), refused={"a": 1})
-    )  # of the request that had the slot before
+    # Of the request that had the slot before.
+    table.take_outcome(third.seq, StepResult((), (), refused={"a": 1}))
     table.require_resync()
     sixth = table.encode(SchedulerOutput(decode_req_ids=ids), **IDS, seq=6)
     assert read(sixth).corrections == b""
@@ -433,13 +432,13 @@ def test_deferred_requests_are_no_more_than_slots_even_if_they_have_ended():
             table.encode(another, **IDS, seq=2)
         assert (refused.value.field, refused.value.value) == ("deferred", "2 requests")
         assert "for step 1 first" in refused.value.fix
-    table.take_later(first, table.encode_later(first, (), ["a"])[0])
+    table.encode_sampling(first, (), ["a"], **IDS, seq=2)
     second = table.encode(another, **IDS, seq=2)
-    table.take_later(second, table.encode_later(second, (), None)[0])
+    table.encode_sampling(second, (), None, **IDS, seq=3)
     once_more = SchedulerOutput({"b": 1, "d": 1}, extensions=deferring("db"))
     third = table.encode(once_more, **IDS, seq=3)
     assert read(third).deferred == b"\3"
-    table.take_later(first, table.encode_later(first, (), None)[0])
+    table.encode_sampling(first, (), None, **IDS, seq=4)
     rest = SchedulerOutput({"c": 1}, finished_req_ids=["b"], extensions=deferring("c"))
     table.encode(rest, **IDS, seq=4)
     table.drop_all()  # the workers free their copies with the next step

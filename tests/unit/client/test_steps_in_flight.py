@@ -52,7 +52,7 @@ class Futures(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.state = FailureState(2)
-        self.steps = StepsInFlight(self.state, OUTPUT_RANK)
+        self.steps = StepsInFlight(self.state, [OUTPUT_RANK])
         self.state.apply(fs.Change.ATTACH_BEGUN)
         self.state.apply(fs.Change.GROUP_ATTACHED)
         self.steps.start(SLOTS, GroupLimits(), 60.0)

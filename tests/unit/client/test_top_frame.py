@@ -92,6 +92,40 @@ GROUP = WorkerConfig(
 )
 
 
+def of_replicas(lockstep: bool) -> list[Seen]:
+    """Two replicas of two ranks: 8 and 5 requests, 400 and 100 tokens a second."""
+    parallel = ParallelConfig(
+        pipeline_parallel_size=2, data_parallel_size=2, data_parallel_lockstep=lockstep
+    )
+    config = msgspec.structs.replace(GROUP, parallel=parallel)
+    return [
+        seen(
+            {"last_seq": 60, "num_tokens": then},
+            config=config,
+            rank=rank,
+            num_tokens=now,
+            num_requests=requests,
+        )
+        for rank, then, now, requests in (
+            (0, 0, 0, 8),
+            (1, 200, 1000, 8),
+            (2, 0, 0, 5),
+            (3, 800, 1000, 5),
+        )
+    ]
+
+
+def test_each_replica_is_a_group_or_all_in_lockstep_are():
+    rows = [line.split() for line in text(*of_replicas(lockstep=False)).splitlines()[2:4]]
+    assert [row[:8] for row in rows] == [
+        ["all", "2", "of", "2", "ranks", "8", "20.0", "400"],
+        ["all", "2", "of", "2", "ranks", "5", "20.0", "100"],
+    ]
+    row, other = (line.split() for line in text(*of_replicas(lockstep=True)).splitlines()[2:4])
+    assert row[:8] == ["all", "4", "of", "4", "ranks", "13", "20.0", "500"]
+    assert other[0] != "all"
+
+
 def test_group_has_a_line_of_its_own():
     cache = KVCacheConfig(num_blocks=101, block_size=16, groups=(), size_bytes=1)
     first = seen(

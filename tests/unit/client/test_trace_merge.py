@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from rpc_schema.trace import DriverSteps
 from worker_client.errors import TraceError
 from worker_client.tracing.clocks import ClockMap, Offset
-from worker_client.tracing.trace_merge import DriverTrace, RankTrace, merge_traces
+from worker_client.tracing.trace_merge import DriverSummary, DriverTrace, RankTrace, merge_traces
 
 ORIGIN = 7 * 10**12
 PID = 4321
@@ -73,9 +74,9 @@ class Rank:
         return RankTrace(**{**fields, **changes})
 
 
-def merged(ranks, driver=None):
+def merged(ranks, *drivers):
     target = io.BytesIO()
-    summary = merge_traces(ranks, driver, ORIGIN, target)
+    summary = merge_traces(ranks, drivers, ORIGIN, target)
     return summary, json.loads(gzip.decompress(target.getvalue()))
 
 
@@ -165,7 +166,7 @@ def driver_trace(ahead=10**9, **changes):
 
 def test_driver_s_steps_by_way_of_a_daemon_s_clock():
     summary, trace = merged([], driver_trace())
-    assert (summary.num_driver_steps, summary.driver_clock_bound_ns) == (2, 50)
+    assert summary.drivers == [DriverSummary("driver", 2, 50)]
     sends = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     assert [(e["name"], e["ts"], e["dur"]) for e in sends] == [("send 3", 0, 2), ("send 4", 5, 2)]
     flights = [e for e in trace["traceEvents"] if e["ph"] in "be"]
@@ -175,6 +176,26 @@ def test_driver_s_steps_by_way_of_a_daemon_s_clock():
     ]
     assert sends[1]["args"] == {"seq": 4, "context_tokens": 0, "generation_tokens": 2}
     assert trace["otherData"]["clock_bound_ns"] == {"driver": 50}
+
+
+def test_steps_of_each_replica_s_driver_are_apart():
+    drivers = [
+        replace(driver_trace(pid=70 + dp_rank), name=f"driver of replica {dp_rank}")
+        for dp_rank in range(3)
+    ]
+    silent = replace(drivers[1], steps=None)
+    rank = Rank(0, np.random.default_rng(1)).trace(ORIGIN + 10**9)
+    summary, trace = merged([rank], drivers[0], silent, drivers[2])
+    bounds = [(own.name[-1], own.num_steps, own.clock_bound_ns) for own in summary.drivers]
+    assert bounds == [("0", 2, 50), ("1", 0, None), ("2", 2, 50)]
+    names = {e["pid"]: e["args"]["name"] for e in find(trace, "process_name")}
+    assert [name for name in names.values() if "driver" in name] == [
+        "driver of replica 0 (pid 70)",
+        "driver of replica 2 (pid 72)",
+    ]
+    sends = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["name"] == "send 3"]
+    assert len({e["pid"] for e in sends}) == len(sends) == 2
+    assert len({e["id"] for e in trace["traceEvents"] if e["ph"] == "b"}) == 2
 
 
 def test_columns_of_different_length_are_refused():

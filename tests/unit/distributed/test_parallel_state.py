@@ -73,3 +73,25 @@ def test_a_group_of_one_communicates_with_nobody():
     assert isinstance(tensor_parallel(0, 1), SingleRank)
     tp = tensor_parallel(2, 4)
     assert (tp.rank, tp.size) == (2, 4)
+
+
+def test_replicas_in_lockstep_share_a_link():
+    states = [ParallelState(2, 1, rank, 3, lockstep=True) for rank in range(6)]
+    assert [state.rank_in_group for state in states] == list(range(6))
+    assert {(state.group_size, state.world_size) for state in states} == {(6, 2)}
+    assert [(state.dp_rank, state.pp_rank) for state in states] == [
+        (dp_rank, pp_rank) for dp_rank in range(3) for pp_rank in range(2)
+    ]
+    assert [state.is_output_rank for state in states] == [False, True] * 3
+    for state in states:
+        for link in range(1, 5):
+            state.check_link(link)
+    alone = [ParallelState(2, 1, rank, 3) for rank in range(6)]
+    assert [state.rank_in_group for state in alone] == [0, 1] * 3
+    assert {state.group_size for state in alone} == {2}
+
+
+def test_lockstep_of_one_replica_is_refused():
+    with pytest.raises(ConfigError, match="there is one replica") as caught:
+        ParallelState(2, 1, 0, 1, lockstep=True)
+    assert caught.value.field == "parallel.data_parallel_lockstep"

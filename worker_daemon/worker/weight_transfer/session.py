@@ -261,8 +261,8 @@ class _Writer:
 
 
 def _meeting(engine: wt.BroadcastEngine, timeout_s: float, place: RankPlace) -> TrainerRendezvous:
-    rank = engine.rank_offset + place.parallel.rank_in_replica
-    needed = engine.rank_offset + place.parallel.world_size
+    rank = engine.rank_offset + place.parallel.rank_in_group
+    needed = engine.rank_offset + place.parallel.group_size
     if engine.world_size < needed:  # all ranks refuse, even those with room for it
         problem = "the communicator has no such rank"
         fix = f"a world_size of {needed} at least"

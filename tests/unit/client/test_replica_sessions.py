@@ -1,0 +1,160 @@
+"""Runs of generate and bench on replicas, over fake daemons: who serves what, and what ends a
+run."""
+
+import json
+import threading
+import time
+
+import pytest
+
+from tests.support.fake_daemon import HELD, FakeDaemon, Fault, reference_tokens
+from worker_client.cli.options import Device, build_run_options
+from worker_client.cli.session import open_session, read_inputs
+from worker_client.errors import ClientConfigError, ReplicasMissing, WorkerDied
+
+EOS = frozenset({7})
+
+
+@pytest.fixture
+def options_of(tmp_path):
+    """Options of a run on fake daemons."""
+
+    def make(daemons, **options):
+        endpoints = ",".join(daemons.endpoints)
+        return build_run_options(
+            model=tmp_path, endpoints=endpoints, num_gpu_blocks=256, block_size=4, **options
+        )
+
+    return make
+
+
+def inputs_of(*lengths, **fields):
+    lines = [
+        {"id": f"r{length}", "prompt_token_ids": [*range(length)], "max_tokens": 12, **fields}
+        for length in lengths
+    ]
+    return read_inputs([json.dumps(line) for line in lines], None, 0)
+
+
+def expected(*lengths):
+    return {f"r{length}": reference_tokens(range(length), 12, EOS) for length in lengths}
+
+
+def admitted(daemon):
+    return {new.req_id for each in daemon.executes for new in each.scheduled_new_reqs}
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 1), (3, 2)])
+def test_requests_are_shared_out_to_the_replicas(fakes, options_of, dp, tp):
+    found = fakes(dp * tp)
+    options = options_of(found, data_parallel_size=dp, tensor_parallel_size=tp)
+    taken = []
+    with open_session(options) as session:
+        served = session.serve(inputs_of(*range(1, 8)), (), lambda *outcome: taken.append(outcome))
+        assert {name: out.token_ids for name, out in served.outputs.items()} == expected(
+            *range(1, 8)
+        )
+        assert sorted(name for name, _ in taken) == [f"r{length}" for length in range(1, 8)]
+        assert served.timings.keys() == served.outputs.keys() and not served.errors
+        assert 0 < served.startup_s["first_token"] < served.startup_s["total"]
+    shares = [admitted(daemon) for daemon in found.daemons]
+    assert {len(share) for share in shares} == {7 // dp, -(-7 // dp)}
+    for dp_rank in range(dp):
+        assert len({frozenset(s) for s in shares[dp_rank * tp : (dp_rank + 1) * tp]}) == 1
+    assert len(served.records) == sum(daemon.num_executes for daemon in found.daemons[::tp])
+
+
+def test_samples_of_a_prompt_are_on_one_replica(fakes, options_of):
+    found = fakes(2)
+    with open_session(options_of(found, data_parallel_size=2)) as session:
+        session.serve([*inputs_of(5, n=3, temperature=0.5), *inputs_of(2, 3)])
+    first, second = map(admitted, found.daemons)
+    assert (len(first), second) == (3, {"r2", "r3"})
+
+
+def test_wrong_lines_fail_alone(fakes, options_of):
+    found = fakes(2)
+    inputs = read_inputs(
+        [json.dumps({"prompt_token_ids": ids, "max_tokens": 2}) for ids in ([1], [5000], [2], [3])],
+        None,
+        0,
+    )
+    with open_session(options_of(found, data_parallel_size=2)) as session:
+        served = session.serve(inputs)
+    assert (served.outputs.keys(), served.errors.keys()) == ({"0", "2", "3"}, {"1"})
+
+
+def test_death_in_one_replica_ends_the_run_of_all(fakes, options_of):
+    """Replica 0 would finish: its daemon is held until the other has died, and then it stops."""
+    found = fakes(2)
+    held, dying = found.daemons
+    dying.faults = [Fault(4, "die")]
+    held.faults = [Fault(3, delay_s=HELD)]
+    ended = []
+    with open_session(options_of(found, data_parallel_size=2, replace_within=0.0)) as session:
+        letting_go = threading.Thread(target=let_go, args=(held, dying))
+        letting_go.start()
+        with pytest.raises(WorkerDied) as caught:
+            session.serve(inputs_of(1, 2, 3, 4), (), lambda name, _: ended.append(name))
+        letting_go.join()
+    assert caught.value.rank == 1 and not ended
+
+
+def let_go(held: FakeDaemon, dying: FakeDaemon) -> None:
+    dying._thread.join()
+    time.sleep(0.5)  # its driver notices
+    held.let_go.set()
+
+
+def test_rank_that_is_restarted_is_waited_for_beside_the_other_replica(fakes, options_of):
+    found = fakes(2)
+    found.daemons[1].faults = [Fault(4, "die")]
+
+    def follow() -> None:
+        found.daemons[1]._thread.join()
+        time.sleep(0.5)
+        found.daemons[1] = FakeDaemon(found.daemons[1].endpoint).start()
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    with open_session(options_of(found, data_parallel_size=2)) as session:
+        served = session.serve(inputs_of(*range(1, 7)))
+    thread.join()
+    assert {name: out.token_ids for name, out in served.outputs.items()} == expected(*range(1, 7))
+    assert found.daemons[0].operations.count("CommitAttach") == 1
+
+
+def test_replicas_that_lack_a_daemon_are_named(fakes, options_of):
+    found = fakes(3)
+    found.daemons[2].kill()
+    with (
+        pytest.raises(ReplicasMissing, match="replica 2 lacks rank 2"),
+        open_session(options_of(found, data_parallel_size=3)),
+    ):
+        pass
+
+
+def test_endpoints_are_those_of_all_replicas(fakes, options_of):
+    options = options_of(fakes(3), data_parallel_size=2)
+    message = r"data_parallel_size 2 .* needs 2 daemons"
+    with pytest.raises(ClientConfigError, match=message), open_session(options):
+        pass
+
+
+def test_local_daemons_are_started_for_all_replicas(tmp_path, monkeypatch):
+    asked = []
+
+    def start(devices, model_root, lora_root):
+        asked.append(devices)
+        raise ClientConfigError("enough", field="a", value=1, fix="b")
+
+    monkeypatch.setattr("worker_client.cli.session.LocalDaemons", start)
+    sizes = {"data_parallel_size": 2, "pipeline_parallel_size": 3}
+    for device, names in (
+        (Device.CPU, ["cpu"] * 6),
+        (Device.CUDA, [f"cuda:{i}" for i in range(6)]),
+    ):
+        options = build_run_options(model=tmp_path, device=device, **sizes)
+        with pytest.raises(ClientConfigError, match="enough"), open_session(options):
+            pass
+        assert asked.pop() == names
