@@ -61,6 +61,7 @@ class StageDriver:
         default_factory=lambda: config.CacheConfig(block_size=BLOCK_SIZE)
     )
     compiler: KernelCompiler | None = None
+    speculative: config.SpeculativeConfig = field(default_factory=config.SpeculativeConfig)
     worker: Worker = field(init=False)
     seq: int = 0
 
@@ -111,6 +112,7 @@ class StageDriver:
                 scheduler=SCHEDULER,
                 cache=self.cache,
                 graph=config.GraphConfig(),
+                speculative=self.speculative,
             )
         )
 

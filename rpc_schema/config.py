@@ -127,7 +127,7 @@ class SpeculativeConfig(Value, frozen=True, kw_only=True):
     """Speculative decoding: drafts of next tokens, which a step verifies."""
 
     method: DraftMethod = "none"
-    """What makes drafts. none: steps have no drafts. driver: steps bring them. ngram: the last
+    """Source of the drafts. none: steps have none. driver: steps bring them. ngram: the last
     stage's device looks up the request's last tokens in its earlier ones. suffix: also in the
     tokens of earlier requests. draft_model: a smaller model. Steps may bring drafts with each of
     these methods."""
@@ -142,6 +142,11 @@ class SpeculativeConfig(Value, frozen=True, kw_only=True):
     """suffix: the tokens of earlier requests that are kept, the newest ones."""
     model: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
     """draft_model: its directory, as ModelConfig.model."""
+
+    @property
+    def on_device(self) -> bool:
+        """True if the workers make drafts, False if only steps bring them."""
+        return self.method not in ("none", "driver")
 
 
 class CacheConfig(Value, frozen=True, kw_only=True):

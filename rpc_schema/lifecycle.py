@@ -29,6 +29,7 @@ from rpc_schema.config import (
     Rendezvous,
     RendezvousAddress,
     SchedulerConfig,
+    SpeculativeConfig,
     WorkerConfig,
 )
 from rpc_schema.health import LoadState, ServingState, StatusHead
@@ -318,6 +319,7 @@ class LoadModel(StepRequest["LoadModelReply"], frozen=True, tag=13, kw_only=True
     cache: CacheConfig
     graph: GraphConfig
     lora: LoraConfig = LoraConfig()
+    speculative: SpeculativeConfig = SpeculativeConfig()
     weights_version: Unsigned | None = None
     """Number of the weights' version. None: that of the saved set, or 0."""
 

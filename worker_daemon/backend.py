@@ -6,10 +6,12 @@ from functools import partial
 
 import torch
 
+from worker_daemon.contracts.drafting import TextKernels
 from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.contracts.sampling import Sampling
 from worker_daemon.contracts.window import Window
 from worker_daemon.distributed.tp import MakeReducer, Reducer
+from worker_daemon.drafting.torch_text import TorchTextKernels
 from worker_daemon.layers.attention_choice import ChosenAttention
 from worker_daemon.layers.torch_attention import TorchPagedAttention
 from worker_daemon.layers.torch_ops import TorchOps
@@ -26,6 +28,7 @@ class Backend:
     """Attention over paged sequences; a model may extend it (layers/attention_choice.py)."""
     sampling: Sampling
     rows: RowKernels
+    texts: TextKernels
     make_ops: Callable[[], LayerOps]
     """Called once for each stage."""
     make_reducer: MakeReducer | None
@@ -41,6 +44,7 @@ def choose_backend(device: torch.device) -> Backend:
         attention=ChosenAttention("torch", TorchPagedAttention()),
         sampling=TorchSampling(),
         rows=TorchRowKernels(),
+        texts=TorchTextKernels(),
         make_ops=TorchOps,
         make_reducer=None,
         open_staging=_host_staging,
@@ -57,6 +61,7 @@ def triton_backend(device: torch.device) -> Backend:
     from worker_daemon.kernels.peer_reduce import PeerReduce
     from worker_daemon.kernels.row_ops import TritonRowKernels
     from worker_daemon.kernels.sampling import TritonSampling
+    from worker_daemon.kernels.text_lookup import TritonTextKernels
 
     def make_reducer(window: Window) -> Reducer:
         return PeerReduce(window, window.device, pdl=has_dependent_launch(window.device))
@@ -65,6 +70,7 @@ def triton_backend(device: torch.device) -> Backend:
         attention=ChosenAttention("triton", TritonAttention(device), TritonGathered(device)),
         sampling=TritonSampling(device),
         rows=TritonRowKernels(),
+        texts=TritonTextKernels(),
         make_ops=partial(TritonOps, device),
         make_reducer=make_reducer,
         open_staging=partial(CudaStaging, device),

@@ -37,6 +37,7 @@ LATE_IMPORTS = {
     ("worker_daemon.backend", "worker_daemon.kernels.peer_reduce"): TRITON,
     ("worker_daemon.backend", "worker_daemon.kernels.row_ops"): TRITON,
     ("worker_daemon.backend", "worker_daemon.kernels.sampling"): TRITON,
+    ("worker_daemon.backend", "worker_daemon.kernels.text_lookup"): TRITON,
     ("worker_daemon.runner.staging", "worker_daemon.kernels.step_buffers"): TRITON,
     ("worker_daemon.worker.serving", "worker_daemon.kernels.compile_ahead"): TRITON,
     ("worker_daemon.worker.serving", "worker_daemon.kernels.triton_hash"): TRITON,

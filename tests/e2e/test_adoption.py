@@ -13,6 +13,7 @@ import time
 import pytest
 from msgspec.structs import replace
 
+from rpc_schema.config import SpeculativeConfig
 from rpc_schema.extensions import extension_of
 from rpc_schema.sampling import LogprobsWanted
 from tests.support.checkpoints import prompts
@@ -40,6 +41,8 @@ STEP_DEADLINE_MS = 1000
 MAX_TOKENS = 24
 LONG = 90
 """Tokens of the command line's requests."""
+NONE = SpeculativeConfig()
+DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
 KILLED_CLIENT = (sys.executable, "-m", "tests.support.killed_client")
 
 
@@ -118,14 +121,26 @@ def take_over(plan):
 
 
 @pytest.mark.parametrize(
-    ("pp", "tp", "num_points"), [(1, 2, 1), exhaustively(1, 1, 2), exhaustively(2, 1, 3)]
+    ("pp", "tp", "num_points", "drafts"),
+    [
+        (1, 2, 1, NONE),
+        exhaustively(1, 1, 2, NONE),
+        exhaustively(2, 1, 3, NONE),
+        (2, 1, 1, DRAFTS),
+        exhaustively(1, 2, 2, DRAFTS),
+    ],
 )
-def test_drivers_killed_one_after_the_other_cost_no_token(make_plan, nursery, pp, tp, num_points):
+def test_drivers_killed_one_after_the_other_cost_no_token(
+    make_plan, nursery, pp, tp, num_points, drafts
+):
     """Each dies at a step that only some of the ranks got, with or without waiting for them."""
     seed = random.randrange(1 << 30)
     rng = random.Random(seed)
     plan = make_plan(rng, pp, tp)
     expected = undisturbed(plan)
+    plan = replace(plan, config=replace(plan.config, speculative=drafts))
+    if drafts is not NONE:
+        assert undisturbed(plan) == expected
     for _ in range(num_points):
         deaths = [
             Death(rng.randint(1, 9), rng.sample(range(pp * tp), rng.randint(0, pp * tp)), late)

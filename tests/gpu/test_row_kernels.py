@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from tests.support.row_checks import check_corrections, check_gather, check_writes
+from tests.support.row_checks import (
+    check_corrections,
+    check_gather,
+    check_verified,
+    check_writes,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,3 +31,8 @@ def test_writes(num_values: int) -> None:
 @pytest.mark.parametrize("num_seqs", [1, 256, 1024])
 def test_corrections(num_seqs: int) -> None:
     check_corrections("cuda", num_seqs, seed=num_seqs)
+
+
+@pytest.mark.parametrize(("num_seqs", "most"), [(1, 4), (17, 1), (130, 31)])
+def test_verified(num_seqs: int, most: int) -> None:
+    check_verified("cuda", num_seqs, most, seed=num_seqs)

@@ -9,9 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.gpu_generation import generate, gpu_group, make_requests
-from tests.support.penalty_checks import check_counts, check_penalized
+from tests.support.penalty_checks import check_counts, check_drafts, check_penalized
 from tests.support.token_rules import RuleProcessor, random_params
 from worker_client.requests import SamplingParams
+from worker_daemon.sample.sampler import TorchSampling
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,9 +47,18 @@ def test_penalties_are_those_of_plain_torch(sampling, num_rows, vocab_size, dtyp
     check_penalized(sampling, "cuda", num_rows, vocab_size, dtype, torch.seed() % 2**32)
 
 
+@pytest.mark.parametrize("most", [1, 4, 31])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_drafts_count_as_output(sampling, dtype, most):
+    for make in (sampling, TorchSampling()):
+        check_drafts(make, "cuda", 32_003, dtype, most, torch.seed() % 2**32)
+
+
+@pytest.mark.parametrize("most", [1, 3, 32])
 @pytest.mark.parametrize("vocab_size", [331, 151_936])
-def test_counts(sampling, vocab_size):
-    check_counts(sampling, "cuda", vocab_size, torch.seed() % 2**32)
+def test_counts(sampling, vocab_size, most):
+    for make in (sampling, TorchSampling()):
+        check_counts(make, "cuda", vocab_size, torch.seed() % 2**32, most)
 
 
 def few(params):

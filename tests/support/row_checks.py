@@ -1,12 +1,14 @@
 """Row kernels on random columns, compared with plain Python lists. For the interpreter's tests and
 for a GPU."""
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 
 from rpc_schema.step import NO_TOKEN
 from worker_daemon.kernels.row_ops import TritonRowKernels
-from worker_daemon.runner.row_tables import TOKEN_ON_DEVICE
+from worker_daemon.runner.row_tables import TOKEN_ON_DEVICE, TorchRowKernels
 
 KERNELS = TritonRowKernels()
 
@@ -16,26 +18,29 @@ def _columns(device, *values):
 
 
 def check_gather(device, num_tokens, block_size, seed):
-    """Check that tokens come from the host or from their row, and KV slots from the row's block
-    table."""
+    """Check that tokens come from the host, or from their row's newest one and its drafts, and KV
+    slots from the row's block table."""
     rng = np.random.default_rng(seed)
     num_rows, num_blocks = int(rng.integers(1, 40)), int(rng.integers(1, 30))
+    num_drafts = int(rng.integers(0, 6))
     table = rng.integers(0, 1 << 30, (num_rows, num_blocks)) // block_size
-    sampled = rng.integers(-1, 1 << 40, num_rows)
-    sampled[rng.random(num_rows) < 0.2] = NO_TOKEN
+    following = rng.integers(-1, 1 << 40, (num_rows, 1 + num_drafts))
+    following[rng.random(num_rows) < 0.2, 0] = NO_TOKEN
     host = rng.integers(0, 1000, num_tokens)
-    host[rng.random(num_tokens) < 0.5] = TOKEN_ON_DEVICE
+    on_device = rng.random(num_tokens) < 0.5
+    host[on_device] = TOKEN_ON_DEVICE - rng.integers(0, 1 + num_drafts, np.count_nonzero(on_device))
     rows = rng.integers(0, num_rows, num_tokens)
     positions = rng.integers(0, num_blocks * block_size, num_tokens)
     token_ids, slots = KERNELS.gather_tokens(
         *_columns(device, host, rows, positions),
-        torch.from_numpy(sampled).to(device),
+        torch.from_numpy(following).to(device),
         *_columns(device, table),
         block_size,
     )
     assert token_ids.dtype == slots.dtype == torch.int64
     assert token_ids.tolist() == [
-        max(sampled[row], 0) if token < 0 else token for token, row in zip(host, rows, strict=True)
+        max(following[row, TOKEN_ON_DEVICE - token], 0) if token < 0 else token
+        for token, row in zip(host, rows, strict=True)
     ]
     assert slots.tolist() == [
         table[row, position // block_size] * block_size + position % block_size
@@ -81,3 +86,35 @@ def check_corrections(device, num_seqs, seed):
     assert own.tolist() == left.tolist()
     assert lens.tolist() == [n + shift[row] for n, row in zip(seq_lens, seq_rows, strict=True)]
     assert there.tolist() == [at + shift[row] for at, row in zip(positions, rows, strict=True)]
+
+
+def check_verified(device, num_seqs, most, seed):
+    """Check what sequences gain in a step with drafts against plain Python; the same in plain
+    torch."""
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(1, most + 2, num_seqs)
+    firsts = np.append(0, np.cumsum(counts))
+    rows = np.repeat(rng.permutation(num_seqs + 3)[:num_seqs], counts)
+    inputs = rng.integers(0, 3, counts.sum())
+    token_ids = np.where(rng.random(inputs.size) < 0.7, np.append(inputs[1:], 0), 7)
+    token_ids[rng.random(inputs.size) < 0.1] = NO_TOKEN
+    before = rng.integers(0, 9, num_seqs + 3)
+    for kernels, where in ((KERNELS, device), (TorchRowKernels(), torch.device("cpu"))):
+        following = torch.full((num_seqs + 3, most + 1), 50, device=where)
+        refused = torch.from_numpy(before.astype(np.int32)).to(where)
+        own_rows, own_firsts = _columns(where, rows, firsts)
+        columns = torch.from_numpy(token_ids).to(where), torch.from_numpy(inputs).to(where)
+        outcome = kernels.verify(*columns, own_firsts, own_rows, following, refused)
+        kept = []
+        for seq, (first, end) in enumerate(pairwise(firsts)):
+            last = first
+            while last + 1 < end and token_ids[last] == inputs[last + 1]:
+                last += 1
+            gained, row = token_ids[first : last + 1].tolist(), rows[first]
+            num_refused = int(end - last - 1)
+            assert outcome.gained[seq].tolist() == gained + [NO_TOKEN] * (most + 1 - len(gained))
+            assert outcome.counts[seq] == len(gained) and outcome.refused[seq] == num_refused
+            assert outcome.total[seq] == refused[row] == before[row] + num_refused
+            assert following[row].tolist() == [gained[-1]] + [50] * most
+            kept += gained + [NO_TOKEN] * num_refused
+        assert outcome.kept.tolist() == kept

@@ -31,6 +31,7 @@ from rpc_schema.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     WorkerConfig,
 )
 from tests.support.checkpoints import Checkpoint
@@ -84,6 +85,7 @@ def worker_config(
     enable_expert_parallel: bool = False,
     lora: LoraConfig = LoraConfig(),  # noqa: B008  # a value
     logits_processors: tuple[str, ...] = (),
+    speculative: SpeculativeConfig = SpeculativeConfig(),  # noqa: B008  # a value
 ) -> WorkerConfig:
     """Return the configuration of a small group."""
     return WorkerConfig(
@@ -114,6 +116,7 @@ def worker_config(
         ),
         graph=GraphConfig(),
         lora=lora,
+        speculative=speculative,
     )
 
 
@@ -290,6 +293,9 @@ def scheduler_limits(group: WorkerGroup, loaded: LoadedGroup, **changes: object)
         "generates": loaded.metadata.generates,
         "pooling": loaded.metadata.pooling,
         "max_loras": loaded_config.lora.max_loras,
+        "num_speculative_tokens": loaded_config.speculative.num_speculative_tokens
+        if loaded_config.speculative.on_device
+        else 0,
     }
     return SchedulerLimits(**{**fields, **changes})
 

@@ -19,7 +19,8 @@ class LogitsProcessor(Protocol):
     def __call__(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Return float32 [R, V] for the rows that enable it. logits: float32 [R, V], may be changed
         in place. positions: int32 [R], of the tokens to sample. A row must not depend on other
-        rows. Never waits for the device."""
+        rows, although a request may have several, which differ in their positions. Never waits for
+        the device."""
 
 
 class MakeLogitsProcessor(Protocol):

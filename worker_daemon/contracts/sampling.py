@@ -4,7 +4,7 @@ Shapes: S request rows, R rows that sample, V vocabulary, M masks, W = ceil(V / 
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -45,6 +45,18 @@ class PenaltyTables:
     """float32 [S, 3]: presence, frequency and repetition penalty. (0, 0, 1) changes nothing."""
 
 
+class DraftsBefore(NamedTuple):
+    """The drafts that samples follow, on the device. Before sample i come its row's own tokens,
+    then the drafts inputs[i - num_before[i] + 1 : i + 1]."""
+
+    num_before: Tensor
+    """int32 [R]"""
+    inputs: Tensor
+    """int64 [R], the token that each sample follows."""
+    most: int
+    """The largest of num_before, at least 1."""
+
+
 class Sampling(Protocol):
     """Chooses tokens. All implementations choose the same, except for the last bit of exp and
     log."""
@@ -67,12 +79,21 @@ class Sampling(Protocol):
         tokens that tie with the last one kept.
         """
 
-    def penalized(self, logits: Tensor, slots: Tensor, tables: PenaltyTables) -> Tensor:
+    def penalized(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        tables: PenaltyTables,
+        drafts: DraftsBefore | None = None,
+    ) -> Tensor:
         """Return float32 [R, V]: logits [R, V], each row contiguous, of the request rows int32 [R],
         with their penalties applied. Logits of tokens in prompt or output are divided by the
         repetition penalty if positive, otherwise multiplied by it; then the frequency penalty is
-        subtracted for each occurrence in the output, and the presence penalty once."""
+        subtracted for each occurrence in the output, and the presence penalty once. drafts: of each
+        sample, count as output behind what the tables have."""
 
-    def count_tokens(self, slots: Tensor, token_ids: Tensor, tables: PenaltyTables) -> None:
-        """Count a token in the output of each request row: int32 [R], without repeats; int64 [R],
-        negative where there is none. Counts stop at 2^15 - 1."""
+    def count_tokens(
+        self, slots: Tensor, token_ids: Tensor, tables: PenaltyTables, most: int = 1
+    ) -> None:
+        """Count tokens in the output of request rows: int32 [R]; int64 [R], negative where there is
+        none. A row has at most `most` entries, which are neighbours. Counts stop at 2^15 - 1."""

@@ -22,27 +22,44 @@ class _Publication:
     work: dist.Work
     rows: Tensor
     tokens: Tensor
+    counted: bool
+    """True if refusals come with the tokens."""
 
 
 class TokenBroadcast:
     """Brings each step's sampled tokens from the last stage into last_sampled, int64 [rows], of all
     other stages. If tokens may be refused, it also brings each row's number of refusals into
-    refused, int32 [rows]. It uses the pipeline group, and that group's stream."""
+    refused, int32 [rows]; if the last stage makes drafts, these into drafts, int64 [rows, K]. It
+    uses the pipeline group, and that group's stream."""
 
     def __init__(
-        self, link: Link, last_sampled: Tensor, refused: Tensor, *, num_stages: int, depth: int
+        self,
+        link: Link,
+        last_sampled: Tensor,
+        refused: Tensor,
+        drafts: Tensor | None = None,
+        *,
+        num_stages: int,
+        depth: int,
     ) -> None:
+        """drafts: None if no stage makes any."""
         self._group = link.groups.pipeline
         self._last_stage = num_stages - 1
         self._last_sampled = last_sampled
         self._refused = refused
+        self._drafts = drafts
         self._depth = depth
         self._in_flight: deque[_Publication] = deque()
 
+    def shape(self, num_rows: int, *, counted: bool) -> tuple[int, ...]:
+        """Return the shape of a message: tokens, then refusals if counted, then drafts."""
+        count = 1 + counted + (0 if self._drafts is None else self._drafts.shape[1])
+        return (num_rows,) if count == 1 else (count, num_rows)
+
     def publish(self, step: int, rows: Tensor, tokens: Tensor | None, *, counted: bool) -> None:
-        """Start the return of tokens for rows int32 [R]. tokens: int64 [R], those from which the
-        rows continue; if counted, int64 [2, R], with each row's total refusals below. None on
-        stages that do not sample; counted is the same on all stages. tokens and rows may be
+        """Start the return of tokens for rows int32 [R]. tokens: int64, as shape() says: those from
+        which the rows continue; below them, if counted, each row's total refusals, then its drafts.
+        None on stages that do not sample; counted is the same on all stages. tokens and rows may be
         overwritten at once.
 
         step: a number that increases with each publication.
@@ -52,7 +69,7 @@ class TokenBroadcast:
         """
         if tokens is None:
             rows = rows.long()  # a copy: the next step overwrites the step's own columns
-            message = rows.new_empty((2, rows.shape[0])) if counted else torch.empty_like(rows)
+            message = rows.new_empty(self.shape(rows.shape[0], counted=counted))
         else:
             message = tokens.clone()
         with communication("returning sampled tokens"):
@@ -62,7 +79,7 @@ class TokenBroadcast:
         assert work is not None, "the broadcast is asynchronous"
         if tokens is not None:  # the last of several stages never reads them
             rows, message = rows[:0].long(), message[..., :0]
-        self._in_flight.append(_Publication(step, work, rows, message))
+        self._in_flight.append(_Publication(step, work, rows, message, counted))
         if len(self._in_flight) > self._depth:
             self._apply(self._in_flight.popleft())
 
@@ -80,8 +97,11 @@ class TokenBroadcast:
     def _apply(self, publication: _Publication) -> None:
         with communication("receiving sampled tokens"):
             publication.work.wait()
-        token_ids = publication.tokens
+        rows, token_ids = publication.rows, publication.tokens
         if token_ids.dim() == 2:
-            token_ids, refused = token_ids
-            self._refused[publication.rows] = refused.int()
-        self._last_sampled[publication.rows] = token_ids
+            token_ids, *more = token_ids
+            if publication.counted:
+                self._refused[rows] = more.pop(0).int()
+            if self._drafts is not None:
+                self._drafts[rows] = torch.stack(more, 1)
+        self._last_sampled[rows] = token_ids

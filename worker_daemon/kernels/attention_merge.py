@@ -60,11 +60,12 @@ def launch_merge_splits(
     num_splits: int,
     pdl: bool,
 ) -> None:
-    """Set the row of each decode in out [N, Hq, D], and in lse [N, Hq] if given, to the merge of
-    its splits: partial_out [N, Hq, num_splits, D] and partial_lse [N, Hq, num_splits], flat, fp32,
+    """Set the row of each query in out [N, Hq, D], and in lse [N, Hq] if given, to the merge of its
+    splits: partial_out [N, Hq, num_splits, D] and partial_lse [N, Hq, num_splits], flat, fp32,
     in log2 units; NO_SCORE marks a split without keys."""
-    starts, chunk = batch.query_start_loc, _MOST_AT_ONCE
-    _launch(out, lse, partial_out, partial_lse, starts, batch.num_seqs, num_splits, chunk, pdl)
+    starts, chunk, queries = batch.query_start_loc, _MOST_AT_ONCE, batch.max_query_len
+    num_rows = batch.num_seqs * queries
+    _launch(out, lse, partial_out, partial_lse, starts, num_rows, num_splits, chunk, pdl, queries)
 
 
 def _launch(
@@ -77,8 +78,10 @@ def _launch(
     num_parts: int,
     chunk: int,
     pdl: bool,
+    queries: int = 1,
 ) -> None:
-    """Launch one program per (row, head). Rows are decodes, or tokens."""
+    """Launch one program per (row, head). Rows are decodes, as many of each sequence as the longest
+    has queries; or tokens."""
     num_q_heads, head_dim = out.shape[1:]
     block_d = padded_head_dim(head_dim)
     warps = next_power_of_two(max(1, chunk * block_d // _ELEMENTS_PER_WARP))
@@ -92,6 +95,7 @@ def _launch(
         *out.stride()[:2],
         NUM_Q_HEADS=num_q_heads,
         HEAD_DIM=head_dim,
+        QUERIES=queries,
         CHUNK=chunk,
         BLOCK_D=block_d,
         PDL=pdl,
@@ -117,6 +121,7 @@ def _merge_parts_kernel(
     out_head_stride,
     NUM_Q_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    QUERIES: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
@@ -137,10 +142,10 @@ def _merge_parts_kernel(
         step = tl.num_programs(0).to(tl.int64) * NUM_Q_HEADS
         exponent, unit = LOG2_OF_E, 1.0
     else:
-        token = tl.load(query_start_loc + row)
-        next_token = tl.load(query_start_loc + row + 1)
+        token = tl.load(query_start_loc + row // QUERIES) + row % QUERIES
+        next_token = tl.load(query_start_loc + row // QUERIES + 1)
         await_previous(PDL)
-        if next_token == token:
+        if next_token <= token:
             return
         token = token.to(tl.int64)
         step = 1

@@ -29,6 +29,10 @@ from worker_daemon.kernels.tiles import (
     split_tile,
 )
 
+MAX_DECODE_QUERIES = 16
+MAX_DECODE_ROWS = 64
+"""Rows of a tile: more would leave few keys in shared memory."""
+
 
 class TritonAttention:
     """AttentionBackend on one CUDA device, one object for all layers. Owns no device memory; step
@@ -111,6 +115,16 @@ class TritonAttention:
         return merge_parts(outs, lses, pdl=self._pdl)
 
 
+def is_decode(
+    q: torch.Tensor, kv_cache: torch.Tensor, max_query_len: int, tile: Tile | None
+) -> bool:
+    """Return True if the queries of a sequence, a few at most, share the tile of a decode, as those
+    after its drafts do: each key is then read once for all of them. tile: the only one allowed."""
+    rows = max_query_len * q.shape[1] // kv_cache.shape[3]
+    most = MAX_DECODE_ROWS if tile is None else min(tile.block_m, MAX_DECODE_ROWS)
+    return max_query_len == 1 or (1 < max_query_len <= MAX_DECODE_QUERIES and rows <= most)
+
+
 def paged_attention(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -134,8 +148,8 @@ def paged_attention(
 
     Query token i of a sequence stands at p = seq_len - query_len + i and sees the keys max(0, p -
     window + 1) .. p, which must already be in the cache. Sums are kept in fp32; fp32 inputs are
-    multiplied exactly (no TF32). A batch whose max_query_len is 1 uses the decode path, which may
-    divide each sequence's keys into splits.
+    multiplied exactly (no TF32). A batch whose max_query_len is 1, or small, uses the decode path,
+    which may divide each sequence's keys into splits.
 
     Args:
         q: [N, Hq, D] fp32, bf16 or fp16, the last dimension contiguous. D is a multiple of 8 up to
@@ -168,7 +182,7 @@ def paged_attention(
     if q.shape[0] == 0:
         return out
     limits = DeviceLimits.of(q.device) if limits is None else limits
-    if batch.max_query_len == 1:
+    if is_decode(q, kv_cache, batch.max_query_len, tile):
         plan = plan_decode(q, kv_cache, batch, window, limits, tile, num_splits)
         launch_decode(out, lse, q, kv_cache, scales, batch, None, scoring, plan, workspace, pdl)
     else:

@@ -1,11 +1,11 @@
-"""Paged attention of one query token per sequence, in Triton.
+"""Paged attention of one query token per sequence, or of a few, in Triton.
 
 Long decodes are split along the keys and merged by log-sum-exp (Flash-Decoding, Dao et al. 2023). q
 may be the projection itself: a program then rotates its heads, stores key and value, and starts its
 softmax with them.
 
 Letters: N tokens, B sequences, Hq / Hkv query and KV heads, G = Hq / Hkv, D head dimension;
-a tile is BLOCK_M rows (one token x G heads) against BLOCK_N keys.
+a tile is BLOCK_M rows (a sequence's tokens x G heads) against BLOCK_N keys.
 """
 
 # Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
@@ -108,10 +108,10 @@ def rotate_and_attend(
     return out
 
 
-def workspace_elements(num_seqs: int, num_q_heads: int, head_dim: int, num_splits: int) -> int:
+def workspace_elements(num_queries: int, num_q_heads: int, head_dim: int, num_splits: int) -> int:
     """Return the number of fp32 elements that a split decode needs: a row and its log-sum-exp for
-    each sequence, head and split. Padding needs none."""
-    return num_seqs * num_q_heads * num_splits * (head_dim + 1)
+    each query, head and split. Padding needs none."""
+    return num_queries * num_q_heads * num_splits * (head_dim + 1)
 
 
 class DecodePlan(NamedTuple):
@@ -150,9 +150,9 @@ def plan_decode(
     if tile is None:
         most_keys = batch.max_seq_len if window is None else min(batch.max_seq_len, window)
         most_keys = triton.cdiv(most_keys, num_splits)
-        sizes = num_programs, most_keys, group_size, head_dim
+        sizes = num_programs, most_keys, group_size * batch.max_query_len, head_dim
         tile = decode_tile(*sizes, q.dtype, limits, is_split=num_splits > 1)
-    assert tile.block_m >= group_size, "a tile holds one token's group of heads"
+    assert tile.block_m >= group_size * batch.max_query_len, "a tile holds a sequence's queries"
     return DecodePlan(num_splits, tile, run_at_once(num_programs, limits))
 
 
@@ -177,26 +177,29 @@ def launch_decode(
     workspace: torch.Tensor | None,
     pdl: bool,
 ) -> None:
-    """Launch one program per (KV head, sequence, split); a second kernel merges splits. lse: see
-    paged_attention; scales: those of a cache in FP8.
+    """Launch one program per (KV head, sequence, split); a second kernel merges splits. Each has
+    all queries of its sequence. lse: see paged_attention; scales: those of a cache in FP8.
 
     turning: q is the start of a projection that must still be rotated and stored; None = already
     rotated and stored."""
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[3]
     num_splits, tile, are_few = plan
+    queries = batch.max_query_len
+    num_queries = batch.num_seqs * queries
     if num_splits > 1 and workspace is None:
-        elements = workspace_elements(batch.num_seqs, num_q_heads, head_dim, num_splits)
+        elements = workspace_elements(num_queries, num_q_heads, head_dim, num_splits)
         workspace = torch.empty(elements, dtype=torch.float32, device=q.device)
     # Without splits the kernel never uses the workspace: any pointer will do.
     partial_out = out if workspace is None else workspace
-    partial_rows = batch.num_seqs * num_q_heads * num_splits
+    partial_rows = num_queries * num_q_heads * num_splits
     partial_lse = partial_out if num_splits == 1 else partial_out[partial_rows * head_dim :]
     # If already rotated, the kernel uses no projection: again any pointer will do.
     step, head_norms, interleaved = turning or (None, None, False)
     positions, rotary_table = (step.positions, step.rotary_table) if step else (q, q)
     norm_weights, eps = (head_norms.weight, head_norms.eps) if head_norms else (q, 0.0)
-    rows = max(num_tokens, batch.num_seqs)
+    assert queries == 1 or step is None, "one that rotates has one query"
+    rows = max(triton.cdiv(num_tokens, queries), batch.num_seqs)
     _decode_kernel[(num_kv_heads, rows, num_splits)](
         out,
         lse,
@@ -227,6 +230,7 @@ def launch_decode(
         batch.block_table.stride(0),
         NUM_Q_HEADS=num_q_heads,
         GROUP=num_q_heads // num_kv_heads,
+        QUERIES=queries,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=kv_cache.shape[2],
         HAS_WINDOW=scoring.window is not None,
@@ -261,11 +265,54 @@ def _clear(pointers, inside, lse, place, is_row):
 
 
 @triton.jit
+def _clear_padding(
+    out,
+    lse,
+    seq,
+    token,
+    padding_start,
+    num_tokens,
+    split,
+    head,
+    inside,
+    is_row,
+    out_token_stride,
+    out_head_stride,
+    NUM_Q_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Clear this program's share of the padding. head, inside, is_row: of the tile's rows; with
+    several queries all programs call it. padding_start points to the first token of the padding."""
+    dim = tl.arange(0, inside.shape[1])
+    if QUERIES == 1:
+        # The n-th program without a query, n = programs - queries before it, clears padding n.
+        padding = (tl.load(padding_start) + seq - token).to(tl.int64)
+        place = out + padding * out_token_stride + (head * out_head_stride)[:, None]
+        if (padding < num_tokens) & (split == 0):
+            _clear(place + dim[None, :], inside, lse, padding * NUM_Q_HEADS + head, is_row)
+    else:
+        # Padding takes the rows of the tile that has its place.
+        row = tl.arange(0, inside.shape[0])
+        padding = seq.to(tl.int64) * QUERIES + row // GROUP
+        last = tl.where(split == 0, num_tokens, 0)
+        is_padding = (padding >= tl.load(padding_start)) & (padding < last)
+        is_padding = is_padding & (row < QUERIES * GROUP)
+        place = out + padding * out_token_stride + head * out_head_stride
+        _clear(
+            place[:, None] + dim[None, :], is_padding[:, None] & (dim < HEAD_DIM)[None, :],
+            lse, padding * NUM_Q_HEADS + head, is_padding,
+        )  # fmt: skip
+
+
+@triton.jit
 def _keys_of_split(
     num_keys, window, split, num_splits, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Return the split's range (start, end) of the keys that a query at the last key sees, in whole
-    tiles. end <= start if earlier splits have all of them."""
+    """Return the split's range (start, end) of the keys that a query at the last key sees, or one
+    of QUERIES before it if the window is longer by them, in whole tiles. end <= start if earlier
+    splits have all of them."""
     first_tile = 0
     if HAS_WINDOW:
         first_tile = tl.maximum(num_keys - window, 0) // BLOCK_N
@@ -476,14 +523,51 @@ def _attend_cached(
 
 
 @triton.jit
-def _store_partial(
-    partial_out, partial_lse, partial, result, lse, inside, is_row, HEAD_DIM: tl.constexpr
+def _store_result(
+    out,
+    lse,
+    partial_out,
+    partial_lse,
+    acc,
+    row_sum,
+    row_max,
+    value_scale,
+    out_place,
+    place,
+    split,
+    num_splits,
+    inside,
+    is_row,
+    HEAD_DIM: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """Write a split's rows [BLOCK_M, BLOCK_D] and their log-sum-exps to partial."""
-    dim = tl.arange(0, result.shape[1])
-    tl.store(partial_out + (partial * HEAD_DIM)[:, None] + dim[None, :], result, mask=inside)
-    # Without keys it is still NO_SCORE: such a split has weight zero.
-    tl.store(partial_lse + partial, lse, mask=is_row)
+    """Write the rows [BLOCK_M, BLOCK_D] of a running softmax: to out + out_place and lse + place,
+    or those of a split, with their log-sum-exps, to the partial results."""
+    dim = tl.arange(0, acc.shape[1])
+    divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
+    result = acc / divisor[:, None] * value_scale
+    if SPLIT:
+        partial = place * num_splits + split
+        tl.store(partial_out + (partial * HEAD_DIM)[:, None] + dim[None, :], result, mask=inside)
+        # Without keys it is still NO_SCORE: such a split has weight zero.
+        tl.store(partial_lse + partial, row_max + tl.log2(divisor), mask=is_row)
+    else:
+        tl.store(
+            out + out_place[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=inside
+        )
+        store_log_sum_exp(lse, place, row_max, row_sum, is_row)
+
+
+@triton.jit
+def _place_rows(
+    kv_head, num_queries, GROUP: tl.constexpr, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """Return the heads and the queries of a tile's rows [BLOCK_M], and which of them there are."""
+    row = tl.arange(0, BLOCK_M)
+    if QUERIES == 1:
+        return kv_head * GROUP + row, row * 0, row < GROUP
+    num_rows = tl.minimum(num_queries, QUERIES) * GROUP
+    return kv_head * GROUP + row % GROUP, row // GROUP, row < num_rows
 
 
 @triton.jit
@@ -545,6 +629,7 @@ def _decode_kernel(
     table_stride,
     NUM_Q_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -567,6 +652,9 @@ def _decode_kernel(
 
     ROTATES: q is the projection, with key and value heads after it, and the newest key is not in
     the cache yet. Only then are positions .. slot_mapping read.
+
+    QUERIES: no sequence has more query tokens; 1 if it ROTATES. Query i of a sequence has the rows
+    i * GROUP .. of a tile.
     """
     start_next(PDL)
     # Heads vary fastest: those of one sequence run together and share its blocks' pages.
@@ -575,8 +663,8 @@ def _decode_kernel(
         tl.program_id(1), num_seqs, query_start_loc, seq_rows, seq_lens, seq_order
     )
     row, dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    head = kv_head * GROUP + row
-    inside = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    head, query, is_row = _place_rows(kv_head, next_token - token, GROUP, QUERIES, BLOCK_M)
+    inside = is_row[:, None] & (dim < HEAD_DIM)[None, :]
     table = block_table + table_row * table_stride
     keys = kv_cache + kv_head * cache_head_stride
     cache_view = keys, table, cache_block_stride, cache_value_stride, cache_token_stride
@@ -585,7 +673,9 @@ def _decode_kernel(
     if ROTATES:
         # For the cached keys, treat the query as if at the position of the last one.
         num_keys, window = num_keys - 1, window - 1
-    start, end = _keys_of_split(num_keys, window, split, num_splits, HAS_WINDOW, BLOCK_N)
+    start, end = _keys_of_split(
+        num_keys, window + (QUERIES - 1), split, num_splits, HAS_WINDOW, BLOCK_N
+    )
     unheld, held_k, held_v, held_pos = start, None, None, None
     if HOLDS:
         # No kernel of this step writes these keys: they do not include the newest one.
@@ -602,18 +692,20 @@ def _decode_kernel(
             NORMED, WEIGHT_OFFSET, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_M, BLOCK_D,
         )  # fmt: skip
     await_previous(PDL)
+    if (next_token == token) | (QUERIES > 1):
+        _clear_padding(
+            out, lse, seq, token, query_start_loc + num_seqs, num_tokens, split, head, inside,
+            is_row, out_token_stride, out_head_stride, NUM_Q_HEADS, GROUP, QUERIES, HEAD_DIM,
+        )  # fmt: skip
     if next_token == token:
-        # The n-th program without a query, n = programs - queries before it, clears padding n.
-        padding = (tl.load(query_start_loc + num_seqs) + seq - token).to(tl.int64)
-        padding_ptr = out + padding * out_token_stride + (head * out_head_stride)[:, None]
-        if (padding < num_tokens) & (split == 0):
-            _clear(
-                padding_ptr + dim[None, :], inside, lse, padding * NUM_Q_HEADS + head, row < GROUP
-            )
         return
 
+    q_pos = num_keys - (next_token - token) + query
     token = token.to(tl.int64)
     heads = q + token * q_token_stride
+    if QUERIES > 1:
+        token += query
+        heads = q + token[:, None] * q_token_stride
     if ROTATES:
         # The last split has the fewest keys of the cache, so it also takes the newest one.
         has_newest = split == num_splits - 1
@@ -632,25 +724,15 @@ def _decode_kernel(
         acc, row_sum, row_max = attend_to_none(BLOCK_M, BLOCK_D)
     if sinks is not None:
         acc, row_sum, row_max = join_sinks(
-            acc, row_sum, row_max, sinks + head, row < tl.where(split == 0, GROUP, 0)
+            acc, row_sum, row_max, sinks + head, is_row & (row < tl.where(split == 0, BLOCK_M, 0))
         )
-    q_pos = tl.zeros([BLOCK_M], tl.int32) + (num_keys - 1)
     acc, row_sum, row_max = _attend_cached(
         queries, q_pos, acc, row_sum, row_max, held_k, held_v, held_pos, cache_view,
         unheld, end, window, score_scale,
         HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, SOFTCAP, HOLDS, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
-    result = acc / divisor[:, None] * value_scale
-    if SPLIT:
-        _store_partial(
-            partial_out, partial_lse, (token * NUM_Q_HEADS + head) * num_splits + split,
-            result, row_max + tl.log2(divisor), inside, row < GROUP, HEAD_DIM,
-        )  # fmt: skip
-    else:
-        tl.store(
-            out + token * out_token_stride + (head * out_head_stride)[:, None] + dim[None, :],
-            result.to(out.dtype.element_ty),
-            mask=inside,
-        )
-        store_log_sum_exp(lse, token * NUM_Q_HEADS + head, row_max, row_sum, row < GROUP)
+    _store_result(
+        out, lse, partial_out, partial_lse, acc, row_sum, row_max, value_scale,
+        token * out_token_stride + head * out_head_stride, token * NUM_Q_HEADS + head,
+        split, num_splits, inside, is_row, HEAD_DIM, SPLIT,
+    )  # fmt: skip

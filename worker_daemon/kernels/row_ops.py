@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_daemon.contracts.drafts import Verified
+from worker_daemon.contracts.layer_ops import NO_TOKEN
 from worker_daemon.kernels.compile_ahead import launched
 
 _BLOCK = 128
@@ -37,12 +39,12 @@ class TritonRowKernels:
         host_token_ids: torch.Tensor,
         token_rows: torch.Tensor,
         positions: torch.Tensor,
-        last_sampled: torch.Tensor,
+        next_tokens: torch.Tensor,
         block_table: torch.Tensor,
         block_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (token_ids, slot_mapping), int64 [N] each, for int32 columns [N]. A missing
-        sampled token (-1) is read as 0."""
+        """Return (token_ids, slot_mapping), int64 [N] each, for int32 columns [N] and next_tokens
+        int64 [S + 1, 1 + K]. A missing sampled token (-1) is read as 0."""
         num_tokens = host_token_ids.shape[0]
         token_ids = torch.empty(num_tokens, dtype=torch.int64, device=host_token_ids.device)
         slot_mapping = torch.empty_like(token_ids)
@@ -52,10 +54,11 @@ class TritonRowKernels:
             host_token_ids,
             token_rows,
             positions,
-            last_sampled,
+            next_tokens,
             block_table,
             num_tokens,
             block_table.stride(0),
+            next_tokens.stride(0),
             BLOCK_SIZE=block_size,
             BLOCK=_BLOCK,
         )
@@ -84,6 +87,31 @@ class TritonRowKernels:
             positions, rows, shift, count, BLOCK=_BLOCK
         )
 
+    def verify(
+        self,
+        token_ids: torch.Tensor,
+        inputs: torch.Tensor,
+        firsts: torch.Tensor,
+        rows: torch.Tensor,
+        next_tokens: torch.Tensor,
+        refused: torch.Tensor,
+    ) -> Verified:
+        """token_ids, inputs int64 [R]; firsts int32 [Q + 1]; rows int32 [R]; next_tokens int64
+        [S + 1, 1 + K]; refused int32 [S + 1]."""
+        num_seqs, width = firsts.shape[0] - 1, next_tokens.shape[1]
+        gained = token_ids.new_empty((num_seqs, width))
+        counts, own, total = refused.new_empty((3, num_seqs))
+        kept = torch.empty_like(token_ids)
+        _verify_kernel[(num_seqs,)](
+            gained, counts, own, total, kept,
+            token_ids, inputs, firsts, rows, next_tokens, refused,
+            width,
+            BLOCK=triton.next_power_of_2(width),
+            MISSING=NO_TOKEN,
+            num_warps=1,
+        )  # fmt: skip
+        return Verified(gained, counts, own, total, kept)
+
 
 @launched
 @triton.jit(do_not_specialize=["num_updates", "table_stride"])
@@ -100,7 +128,7 @@ def _update_blocks_kernel(
 
 @launched
 @triton.jit(
-    do_not_specialize=["num_tokens", "table_stride"],
+    do_not_specialize=["num_tokens", "table_stride", "row_width"],
     do_not_specialize_on_alignment=["token_ids", "slot_mapping"],
 )
 def _gather_tokens_kernel(
@@ -109,10 +137,11 @@ def _gather_tokens_kernel(
     host_token_ids,
     token_rows,
     positions,
-    last_sampled,
+    next_tokens,
     block_table,
     num_tokens,
     table_stride,
+    row_width,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -121,7 +150,8 @@ def _gather_tokens_kernel(
     row = tl.load(token_rows + token, mask=inside, other=0).to(tl.int64)
     position = tl.load(positions + token, mask=inside, other=0)
     from_host = tl.load(host_token_ids + token, mask=inside, other=0)
-    sampled = tl.load(last_sampled + row, mask=inside & (from_host < 0), other=0)
+    entry = next_tokens + row * row_width - 1 - from_host
+    sampled = tl.load(entry, mask=inside & (from_host < 0), other=0)
     sampled = tl.maximum(sampled, 0)
     tl.store(token_ids + token, tl.where(from_host < 0, sampled, from_host), mask=inside)
     entry = block_table + row * table_stride + position // BLOCK_SIZE
@@ -155,3 +185,48 @@ def _correct_positions_kernel(positions, rows, shift, count, BLOCK: tl.constexpr
     by = tl.load(shift + row, mask=inside, other=0)
     place = positions + index
     tl.store(place, tl.load(place, mask=inside, other=0) + by, mask=inside)
+
+
+@launched
+@triton.jit(
+    do_not_specialize=["width"],
+    do_not_specialize_on_alignment=["counts", "own", "total", "token_ids", "inputs", "rows"],
+)
+def _verify_kernel(
+    gained,
+    counts,
+    own,
+    total,
+    kept,
+    token_ids,
+    inputs,
+    firsts,
+    rows,
+    next_tokens,
+    refused,
+    width,
+    BLOCK: tl.constexpr,
+    MISSING: tl.constexpr,
+):
+    seq = tl.program_id(0)
+    first = tl.load(firsts + seq)
+    num_samples = tl.load(firsts + seq + 1) - first
+    place = tl.arange(0, BLOCK)
+    inside = place < num_samples
+    sampled = tl.load(token_ids + first + place, mask=inside, other=MISSING)
+    follows = place + 1 < num_samples
+    draft = tl.load(inputs + first + place + 1, mask=follows, other=MISSING)
+    differs = (sampled != draft) | ~follows
+    accepted = tl.min(tl.where(differs, place, BLOCK), axis=0)
+    is_gained = place <= accepted
+    row = tl.load(rows + first).to(tl.int64)
+    token = tl.where(is_gained, sampled, MISSING)
+    tl.store(gained + seq.to(tl.int64) * width + place, token, mask=place < width)
+    tl.store(kept + first + place, token, mask=inside)
+    tl.store(next_tokens + row * width, tl.max(tl.where(place == accepted, sampled, MISSING)))
+    refusals = num_samples - 1 - accepted
+    before = tl.load(refused + row)
+    tl.store(refused + row, before + refusals)
+    tl.store(counts + seq, accepted + 1)
+    tl.store(own + seq, refusals)
+    tl.store(total + seq, before + refusals)

@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
 from worker_daemon.contracts.layer_ops import NO_TOKEN
-from worker_daemon.contracts.sampling import PenaltyTables, SamplingMetadata
+from worker_daemon.contracts.sampling import DraftsBefore, PenaltyTables, SamplingMetadata
 from worker_daemon.kernels import penalties
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import (
@@ -109,16 +109,20 @@ class TritonSampling:
         return tokens
 
     def penalized(
-        self, logits: torch.Tensor, slots: torch.Tensor, tables: PenaltyTables
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        tables: PenaltyTables,
+        drafts: DraftsBefore | None = None,
     ) -> torch.Tensor:
         """Return float32 [R, V]; see Sampling."""
-        return penalties.penalized(logits, slots, tables)
+        return penalties.penalized(logits, slots, tables, drafts)
 
     def count_tokens(
-        self, slots: torch.Tensor, token_ids: torch.Tensor, tables: PenaltyTables
+        self, slots: torch.Tensor, token_ids: torch.Tensor, tables: PenaltyTables, most: int = 1
     ) -> None:
         """See Sampling."""
-        penalties.count_tokens(slots, token_ids, tables)
+        penalties.count_tokens(slots, token_ids, tables, most)
 
 
 class _Columns(NamedTuple):

@@ -54,8 +54,8 @@ def store_tokens(
 ) -> None:
     """Copy token_ids to last_sampled[rows] and to ring[(turn - 1) % depth, :R].
 
-    last_sampled int64 [S], rows int32 [R], token_ids int64 [R], turn int64 [1]: on the device; ring
-    int64 [depth, width >= R] in page-locked host memory.
+    last_sampled int64 [S], of any stride, rows int32 [R], token_ids int64 [R], turn int64 [1]: on
+    the device; ring int64 [depth, width >= R] in page-locked host memory.
     """
     num_rows = rows.shape[0]
     _store_tokens_kernel[(triton.cdiv(num_rows, _TOKENS),)](
@@ -66,6 +66,7 @@ def store_tokens(
         turn,
         num_rows,
         ring.shape[1],
+        last_sampled.stride(0),
         DEPTH=ring.shape[0],
         BLOCK=_TOKENS,
     )
@@ -97,7 +98,7 @@ def _take_columns_kernel(
 
 @launched
 @triton.jit(
-    do_not_specialize=["num_rows", "width"],
+    do_not_specialize=["num_rows", "width", "row_width"],
     do_not_specialize_on_alignment=["rows", "token_ids"],
 )
 def _store_tokens_kernel(
@@ -108,6 +109,7 @@ def _store_tokens_kernel(
     turn,
     num_rows,
     width,
+    row_width,
     DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -115,6 +117,6 @@ def _store_tokens_kernel(
     inside = index < num_rows
     row = tl.load(rows + index, mask=inside, other=0)
     token = tl.load(token_ids + index, mask=inside, other=0)
-    tl.store(last_sampled + row, token, mask=inside)
+    tl.store(last_sampled + row * row_width, token, mask=inside)
     slot = ring + ((tl.load(turn) - 1) % DEPTH) * width
     tl.store(slot + index, token, mask=inside)

@@ -40,6 +40,7 @@ from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.device.memory import MemorySnapshot, request_memory
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
+from worker_daemon.drafting.registry import drafter_bytes
 from worker_daemon.errors import config_error
 from worker_daemon.layers.adapters import new_layout
 from worker_daemon.layers.embedding import padded_vocab_size
@@ -373,8 +374,13 @@ class _PlannedRanks:
             num_blocks=1 << 30,
             groups=tuple(self._groups),
             max_samples_per_seq=scheduler.max_samples_per_seq,
+            max_drafts=self._config.speculative.num_speculative_tokens,
         )
-        return estimate_step_bytes(sizes.widths, limits)
+        num_bytes = estimate_step_bytes(sizes.widths, limits)
+        if sizes.widths.is_last_stage:
+            speculative = self._config.speculative
+            num_bytes += drafter_bytes(speculative, limits.max_num_seqs, length)
+        return num_bytes
 
     def _nothing_left(self, rank: RankPlan, requested: int) -> CapacityError:
         return CapacityError(

@@ -104,7 +104,7 @@ def _logits_bytes(widths: StageWidths, limits: StepLimits) -> int:
     """Return the bytes of the buffer for a step's logits on this rank (runner/stage_program.py),
     and of the rows that wait for their sampling: those of at most max_num_seqs requests
     (runner/step_checker.py)."""
-    waiting = limits.max_num_seqs * limits.max_samples_per_seq
+    waiting = limits.max_num_seqs * limits.most_samples_per_seq
     rows = largest_shape(limits).num_samples + waiting
     return rows * widths.vocab_rows * widths.itemsize
 
@@ -127,7 +127,7 @@ def _table_bytes(limits: StepLimits) -> int:
     num_rows = limits.max_num_seqs + 1
     own = sum(part.row_bytes() for part in PARTS)
     blocks = limits.num_groups * limits.max_blocks_per_seq
-    table = num_rows * (_INT32 * blocks + own + _INT64)
+    table = num_rows * (_INT32 * blocks + own + _INT64 * (1 + limits.max_drafts))
     return table + _INT32 * packed_size(with_columns(largest_shape(limits), PARTS))
 
 

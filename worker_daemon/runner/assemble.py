@@ -14,6 +14,7 @@ from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.pp import HopShape, StageInbound, StageOutbound
 from worker_daemon.distributed.tokens import TokenBroadcast
 from worker_daemon.distributed.tp import TensorParallel
+from worker_daemon.drafting.interface import Drafter
 from worker_daemon.kernels.tiles import DeviceLimits, length_bounds
 from worker_daemon.layers.cache_spec import KVLayerSpec, StateLayerSpec
 from worker_daemon.lora.adapters import Adapters
@@ -35,6 +36,7 @@ from worker_daemon.runner.step_layout import (
     ExactShapes,
     StepLadder,
     decode_sizes,
+    drafted_counts,
     largest_shape,
     mixed_plans,
     mixed_sizes,
@@ -64,6 +66,8 @@ class RunnerParts:
     processors: Mapping[str, MakeLogitsProcessor]
     find_upload: FindUpload
     adapters: Adapters | None = None
+    drafter: Drafter | None = None
+    """The last stage's."""
 
     @property
     def depth(self) -> int:
@@ -100,7 +104,7 @@ def assemble_runner(
     buffers = parts.open_staging(
         staging_capacity(state), most_samples, parts.depth, delivers=is_sole
     )
-    inputs = InputBuilder(state, tables, buffers, ExactShapes())
+    inputs = InputBuilder(state, tables, buffers, ExactShapes(), parts.drafter)
     history = _token_history(parts, state)
     waits = None if is_sole else input_waits(parts.device)
     logits = parts.stage.new_logits(most_samples) if parts.stage.samples else None
@@ -129,7 +133,7 @@ def tie_stage(
     """Return the stage on a link. waits: None on a sole stage."""
     parallel = parts.parallel
     replies = StepReplies(link, history, is_output_rank=parallel.is_output_rank)
-    sampler = StepSampler(parts.stage, state.parts, inputs.tables)
+    sampler = StepSampler(parts.stage, state.parts, inputs.tables, inputs.drafter)
     no_hidden = torch.zeros((1, parts.hidden_size), dtype=parts.dtype, device=parts.device)
     if waits is None:
         return SoleStage(inputs, state.parts, sampler, replies, no_hidden[:0])
@@ -150,6 +154,7 @@ def _neighbours(
             link,
             tables.last_sampled,
             tables.refused,
+            tables.drafts if limits.makes_drafts else None,
             num_stages=parallel.pp_size,
             depth=parts.depth,
         ),
@@ -196,6 +201,8 @@ def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool)
             limits.max_num_samples,
         ),
         num_groups,
+        drafts=drafted_counts(limits.max_drafts),
+        max_num_tokens=limits.max_num_batched_tokens,
     )
     largest = max(plan.shape.num_tokens for plan in ladder.plans)
     arriving = 0 if parts.parallel.is_first_stage else largest

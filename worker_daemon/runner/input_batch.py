@@ -13,10 +13,11 @@ from torch import Tensor
 
 from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
 from worker_daemon.contracts.attention import AttentionMetadata
+from worker_daemon.drafting.interface import Drafter
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.row_tables import TOKEN_ON_DEVICE, Gathered, RowTables
 from worker_daemon.runner.sample_rows import BY_LOGITS, SampleRows, Unsampled
-from worker_daemon.runner.scheduled_step import BlockUpdates, ScheduledStep
+from worker_daemon.runner.scheduled_step import BlockUpdates, Drafts, ScheduledStep
 from worker_daemon.runner.staging import Packed, Staging
 from worker_daemon.runner.steady_batch import SteadyBatch
 from worker_daemon.runner.step_layout import (
@@ -83,8 +84,11 @@ class InputBuilder:
         tables: RowTables,
         staging: Staging,
         ladder: ExactShapes,
+        drafter: Drafter | None = None,
     ) -> None:
+        """drafter: follows new requests, on the last stage."""
         self.tables = tables
+        self.drafter = drafter
         self._parts = state.parts
         self._state = state
         self._staging = staging
@@ -98,9 +102,13 @@ class InputBuilder:
 
     def with_parts(self, plans: Sequence[StepPlan]) -> list[StepPlan]:
         """Return each plan for every choice of parts around the forward pass that has graphs. The
-        plan without such parts comes last."""
+        plan without such parts comes last. If steps may have drafts, also those of such steps."""
         keys = self._parts.graph_keys()
-        return [self._parts.extended(plan, key) for plan in plans for key in keys]
+        exact = [plan for plan in plans if not plan.shape.num_corrected]
+        extended = [self._parts.extended(plan, key) for plan in exact for key in keys]
+        if not self._state.limits.max_drafts:
+            return extended
+        return [*(plan.corrected() for plan in plans if plan.max_query_len > 1), *extended]
 
     def pad_by(self, ladder: ExactShapes, plans: Sequence[StepPlan]) -> None:
         """Pad steps by another ladder from now on. plans: its recurring plans."""
@@ -112,10 +120,15 @@ class InputBuilder:
         """Fill in the changes and the step's own values; the device gathers the rest."""
         if step.new_requests:
             known = self._state.known_tokens
-            self._parts.admit(step.new_requests, [known[r.slot] for r in step.new_requests])
+            tokens = [known[request.slot] for request in step.new_requests]
+            self._parts.admit(step.new_requests, tokens)
+            if self.drafter is not None:
+                self.drafter.begin([request.slot for request in step.new_requests], tokens)
         plan = self._fit(step)
         if self._parts.active_in_forward | step.step_values.used:
             plan = self._parts.extended(plan, self._used_by(step) | step.step_values.used)
+        if step.corrections is not None:
+            plan = plan.corrected()
         packed = self._staging.open(plan.shape)
         filled, steady = packed.holds, step.steady
         if steady is not None and isinstance(filled, _Filled) and filled.steady is steady:
@@ -125,7 +138,7 @@ class InputBuilder:
             packed.holds = filled = self._fill(packed.host, step)
         self._fill_updates(packed.host, step.block_updates, filled.num_updates)
         filled.num_updates = step.block_updates.rows.size
-        if plan.parts:
+        if plan.parts or step.corrections is not None:
             self._parts.fill(plan.parts, packed.host, step)
         columns, rows = packed.columns, filled.rows
         # By position, in the order of the fields: keyword arguments would cost as much as all the
@@ -148,6 +161,7 @@ class InputBuilder:
                 step.corrections is not None,
                 rows.bitmap,
                 rows.given,
+                step.drafts is not None,
             ),
             rows.reads,
         )
@@ -198,9 +212,14 @@ class InputBuilder:
         slots = step.slots[sampling.seqs]
         used = self._parts.used_by(slots) & in_sampling
         generations, given = self._state.generation[slots], ()
-        if step.has_several:
+        if step.has_several and step.drafts is None:
             given = tuple(self._state.known_tokens[slot] for slot in slots.tolist())
         return _StepRows(slots, generations, sampling.positions, used, reads, b"", given)
+
+    def forget_requests(self) -> None:
+        """All rows were freed."""
+        if self.drafter is not None:
+            self.drafter.forget()
 
     def padding(self, plan: StepPlan) -> StepInputs:
         """Return inputs that consist only of padding, for warm-up and capture."""
@@ -307,6 +326,8 @@ class InputBuilder:
             known = self._state.known_tokens[step.slots[index]]
             part = known[start : start + step.num_tokens[index]]
             tokens[first : first + part.size] = part
+        if step.drafts is not None:
+            _fill_drafts(tokens, columns.query_start_loc, step.drafts)
 
     def _fill_samples(
         self,
@@ -338,6 +359,19 @@ class InputBuilder:
             columns.update_rows[used:num_filled] = self._state.spare_slot
             columns.update_indices[used:num_filled] = 0
             columns.update_block_ids[used:num_filled] = 0
+
+
+def _fill_drafts(tokens: Int32s, query_start_loc: Int32s, drafts: Drafts) -> None:
+    """Fill in the drafts, the last tokens of their sequences."""
+    counts = drafts.counts
+    ends = np.repeat(query_start_loc[1 : counts.size + 1], counts)
+    num_after = np.repeat(np.cumsum(counts), counts) - np.arange(ends.size) - 1
+    number = np.repeat(counts, counts) - num_after  # from 1
+    on_device = TOKEN_ON_DEVICE - number
+    given = drafts.token_ids
+    tokens[ends - 1 - num_after] = (
+        on_device if given is None else np.where(given < 0, on_device, given)
+    )
 
 
 class _Sampling(NamedTuple):

@@ -102,18 +102,23 @@ class SoleStage:
         if not count:
             return self.replies.without_tokens(identity, step.status, step.reports)
         is_greedy = not rows.used | step.step_values.used
-        if is_greedy and rows.delivery is not None and not step.reports:
-            return self.replies.of_delivery(identity, rows, rows.delivery)
-        if is_greedy and step.chosen is not None and not rows.given:
+        if is_greedy and step.chosen is not None and not rows.has_several:
             sampled = SamplerOutput(step.chosen.greedy[:count], step.reports)
-            return self.replies.of_tokens(identity, rows, sampled, step.status)
-        sampled = self._sampler.sample(step)
-        if sampled.refused is not None:
-            self._sampler.refuse(step, sampled, sampled.refused)
+            if rows.delivery is not None and not step.reports:
+                reply = self.replies.of_delivery(identity, rows, rows.delivery)
+            else:
+                reply = self.replies.of_tokens(identity, rows, sampled, step.status)
         else:
-            newest = rows.newest_of(rows.slots).long()
-            self._inputs.tables.last_sampled[newest] = rows.newest_of(sampled.token_ids)
-        return self.replies.of_tokens(identity, rows, sampled, step.status)
+            sampled = self._sampler.sample(step)
+            if sampled.refused is None:
+                newest = rows.newest_of(rows.slots).long()
+                self._inputs.tables.last_sampled[newest] = rows.newest_of(sampled.token_ids)
+            elif sampled.gained is None:
+                self._sampler.refuse(step, sampled, sampled.refused)
+            reply = self.replies.of_tokens(identity, rows, sampled, step.status)
+        if self._sampler.drafter is not None:
+            self._sampler.draft(rows, sampled)
+        return reply
 
     def sample_later(
         self, slots: Int64s, take: Callable[[], Unsampled], identity: ReplyIdentity
@@ -193,6 +198,7 @@ class ModelRunner:
     def forget_requests(self) -> None:
         """Free every row, and drop steps that wait to be sampled."""
         self.state.drop_all()
+        self.inputs.forget_requests()
         self._unsampled.clear()
 
     def end_epoch(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from rpc_schema.codec import Frame
 from rpc_schema.errors import CommError, UpstreamFailedError
 from rpc_schema.step import ModelRunnerOutput
-from worker_daemon.contracts.arrays import Bools
+from worker_daemon.contracts.arrays import Bools, Int64s
 from worker_daemon.device.failures import typed_device_error
 from worker_daemon.device.pinned import download
 from worker_daemon.distributed.link import Link
@@ -21,7 +21,7 @@ from worker_daemon.runner.parts.step_parts import SamplerOutput
 from worker_daemon.runner.report import Report
 from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.runner.staging import Delivered, Delivery
-from worker_daemon.runner.token_history import ALL_GAIN_ONE, FOLD_AT, Result, Sampled, TokenHistory
+from worker_daemon.runner.token_history import FOLD_AT, Result, Sampled, TokenHistory
 
 
 class ReplyIdentity(NamedTuple):
@@ -70,9 +70,10 @@ class StepReplies:
         if not self._is_output_rank:
             return None
         link, history = self._link, self._history
-        newest = rows.num_newer == 0 if rows.given else None
+        counts = rows.counts if rows.has_several else None
+        is_own = rows.num_newer == 0 if rows.given else None
         return StepOutput(
-            identity, rows.sampled, rows.bitmap, sampled, status, link, history, newest
+            identity, rows.sampled, rows.bitmap, sampled, status, link, history, counts, is_own
         )
 
     def of_delivery(
@@ -92,8 +93,8 @@ class StepOutput:
     thread if it is ready.
 
     The copies are enqueued after the step and before the next one, which may overwrite their
-    sources. rows: of the tokens that are gained; slots: of these, as a bitmap; is_newest: bool [R],
-    the samples that are gained, None for all.
+    sources. rows: of the tokens that are gained; slots: of these, as a bitmap; counts: [Q] samples
+    of each, None for one each; is_own: bool [R], the samples that rows may gain, None for all.
     """
 
     def __init__(
@@ -105,7 +106,8 @@ class StepOutput:
         status: Tensor,
         link: Link,
         history: TokenHistory,
-        is_newest: Bools | None = None,
+        counts: Int64s | None = None,
+        is_own: Bools | None = None,
     ) -> None:
         self._identity = identity
         self._rows = rows
@@ -113,7 +115,8 @@ class StepOutput:
         self._history = history
         self._reports = sampled.reports
         reported = [column for report in sampled.reports for column in report.columns]
-        self._is_newest = is_newest
+        self._counts = counts
+        self._is_own = is_own
         self._may_refuse = sampled.refused is not None
         refused = [] if sampled.refused is None else [sampled.refused]
         self._copies = _HostCopies([status, sampled.token_ids, *refused, *reported], link)
@@ -131,25 +134,24 @@ class StepOutput:
             CommError: it sent another step, or the link was aborted meanwhile.
             DeviceError: the device is lost.
         """
-        columns, gained = self._copies.wait(), ALL_GAIN_ONE
-        is_newest, num_sampled = self._is_newest, b""
-        if is_newest is not None:
-            num_sampled = _counts(is_newest)
+        columns, counts = self._copies.wait(), self._counts
+        is_own = self._is_own
         if self._may_refuse:
-            has_gained = columns.pop(1).numpy() == 0
-            if not has_gained.all():
-                gained = num_sampled = has_gained.astype(np.uint8).tobytes()
-                kept = has_gained
-                if is_newest is not None:
-                    kept = ~is_newest
-                    kept[is_newest] = has_gained
-                    num_sampled = _counts(is_newest, has_gained)
-                    is_newest = is_newest[kept]
+            refused = columns.pop(1).numpy()
+            if refused.any():
+                whole = np.ones(refused.size, np.int64) if counts is None else counts
+                counts = whole - refused
+                kept = _is_among_first(whole, counts)
+                is_own = None if is_own is None else is_own[kept]
                 columns = self._kept(columns, kept)
         column, *reported = columns
         token_ids = column.numpy().astype("<i4")
         sent = token_ids.tobytes()
-        own = sent if is_newest is None else token_ids[is_newest].tobytes()
+        num_sampled = b"" if counts is None else counts.astype(np.uint8).tobytes()
+        own, gained = sent, num_sampled
+        if is_own is not None and counts is not None and self._counts is not None:
+            own = token_ids[is_own].tobytes()
+            gained = (counts == self._counts).astype(np.uint8).tobytes()
         identity = self._identity
         _record(self._history, Result(identity.epoch, identity.seq, self._rows, own, gained))
         reply = ModelRunnerOutput(
@@ -314,13 +316,12 @@ def _record(history: TokenHistory, result: Result) -> None:
         history.fold()
 
 
-def _counts(is_newest: Bools, has_gained: Bools | None = None) -> bytes:
-    """Return the number of samples of each row, as ModelRunnerOutput has it. is_newest [R]: the
-    last one of each row; has_gained [Q]: False where that is refused."""
-    counts = np.diff(np.flatnonzero(is_newest), prepend=-1)
-    if has_gained is not None:
-        counts = counts - ~has_gained
-    return counts.astype(np.uint8).tobytes()
+def _is_among_first(whole: Int64s, counts: Int64s) -> Bools:
+    """Return [R], True for the first `counts` of each sequence's `whole` samples."""
+    firsts = np.cumsum(whole) - whole
+    place = np.arange(int(whole.sum())) - np.repeat(firsts, whole)
+    among: Bools = place < np.repeat(counts, whole)
+    return among
 
 
 def _frames(reports: Sequence[Report], columns: Sequence[Tensor]) -> list[Frame]:

@@ -53,6 +53,8 @@ class _Due:
 
     slots: Int64s
     """Rows whose tokens are to be returned."""
+    has_drafts: bool = False
+    """True if some of their tokens are drafts."""
     seq: int = 0
     num_tokens: int = 0
     sends: bool = False
@@ -111,15 +113,18 @@ class PipelineStage:
         if not count:
             return self.replies.without_tokens(identity, step.status, step.reports)
         slots = rows.newest_of(rows.slots)
+        counted = rows.has_drafts or self._state.parts.any_may_refuse(rows.used)
         if self._sampler is None:
-            self._publish(slots, None, counted=self._state.parts.any_may_refuse(rows.used))
+            self._publish(slots, None, counted=counted)
             return None
         sampled = self._sampler.sample(step)
-        if sampled.refused is None:
-            self._publish(slots, rows.newest_of(sampled.token_ids), counted=False)
-        else:
+        tokens = rows.newest_of(sampled.token_ids)
+        if sampled.refused is not None:
             tokens = self._sampler.refuse(step, sampled, sampled.refused)
-            self._publish(slots, tokens, counted=True)
+        drafts = self._sampler.draft(rows, sampled)
+        if drafts is not None:
+            tokens = torch.cat((tokens.reshape(-1, slots.shape[0]), drafts.T))
+        self._publish(slots, tokens, counted=counted)
         return self.replies.of_tokens(identity, rows, sampled, step.status)
 
     def sample_later(
@@ -128,6 +133,7 @@ class PipelineStage:
         """Sample rows that a step has deferred."""
         self._due = _Due(slots)
         step = take()
+        self._due.has_drafts = step.rows.has_drafts
         if step.chosen is None:
             self.give_up()
             return None
@@ -151,8 +157,8 @@ class PipelineStage:
         if due.slots.size:
             slots = upload(due.slots, self._failed.device)
             parts = self._state.parts
-            counted = parts.any_may_refuse(parts.used_by(due.slots))
-            shape = (2, due.slots.size) if counted else (due.slots.size,)
+            counted = due.has_drafts or parts.any_may_refuse(parts.used_by(due.slots))
+            shape = self._neighbours.tokens.shape(due.slots.size, counted=counted)
             zeros = None if self._sampler is None else slots.new_zeros(shape)
             self._publish(slots, zeros, counted=counted)
         return True
@@ -173,7 +179,8 @@ class PipelineStage:
         if step.deferred is not None:
             samples &= ~step.deferred
         sends = self._neighbours.outbound is not None
-        self._due = due = _Due(step.slots[samples], step.seq, step.total_num_tokens, sends)
+        has_drafts, num_tokens = step.drafts is not None, step.total_num_tokens
+        self._due = due = _Due(step.slots[samples], has_drafts, step.seq, num_tokens, sends)
         if self._neighbours.inbound is not None:
             due.is_torn = True
             due.arrival = self._neighbours.inbound.post(due.num_tokens, due.seq)

@@ -219,6 +219,9 @@ class RequestState:
             or step.deferred is not None
             or step.resync is not None
             or step.num_samples
+            or step.num_drafts
+            or step.draft_token_ids
+            or step.settled
             or arrays
         ):
             return None
@@ -253,6 +256,8 @@ class RequestState:
         samples = scheduled.num_samples > 0
         counts.num_computed[batch.rows] = scheduled.ends
         counts.num_tokens[batch.rows] += samples  # of several, only the last is a new token
+        if scheduled.drafts is not None:
+            counts.num_tokens[batch.rows] += scheduled.drafts.counts
         if scheduled.corrections is not None:
             first = batch.slots[samples & (counts.corrected[batch.rows] == NOT_SAMPLED)]
             counts.corrected[first] = 0

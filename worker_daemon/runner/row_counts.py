@@ -42,8 +42,9 @@ class RowCounts:
     token_bytes: Int32s
     """Output bytes per prompt token; 0 if the prompt has a single output."""
     corrected: Int32s
-    """Tokens by which messages have lowered the row's bounds since its admission. NOT_SAMPLED: none
-    of its tokens can have been refused yet; EXACT: none ever is."""
+    """Tokens by which messages have lowered the row's bounds since they became bounds, with its
+    admission or its first drafts. NOT_SAMPLED: none of its tokens can have been refused yet; EXACT:
+    its counts are no bounds."""
     num_pooling: int = 0
     """Number of pooling requests."""
 
@@ -108,6 +109,14 @@ class RowCounts:
         self.num_computed[slots] -= by
         self.num_tokens[slots] -= by
         self.corrected[slots] += by
+
+    def settle(self, slots: Int64s) -> None:
+        """Note that the counts of rows are exact, until their next drafts."""
+        self.corrected[slots] = EXACT
+
+    def begin_drafts(self, slots: Int64s) -> None:
+        """Note that rows have drafts: from this step on their counts are bounds."""
+        self.corrected[slots] = np.maximum(self.corrected[slots], NOT_SAMPLED)
 
     def write(self, batch: SteadyBatch) -> None:
         """Write the counts of a steady batch to the rows."""

@@ -9,11 +9,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from rpc_schema.step import NO_TOKEN
 from worker_daemon.contracts.attention import StateSlots
+from worker_daemon.contracts.drafts import Verified
 from worker_daemon.runner.scheduled_step import BlockUpdates, StepLimits
 from worker_daemon.runner.step_layout import StepColumns
 
 TOKEN_ON_DEVICE = -1
+"""In place of a row's newest token. -1 - j is draft j after it, from 1."""
 
 
 class RowKernels(Protocol):
@@ -30,15 +33,16 @@ class RowKernels(Protocol):
         host_token_ids: Tensor,
         token_rows: Tensor,
         positions: Tensor,
-        last_sampled: Tensor,
+        next_tokens: Tensor,
         block_table: Tensor,
         block_size: int,
     ) -> tuple[Tensor, Tensor]:
-        """Columns int32 [N] -> (token_ids, slot_mapping), both int64 [N].
+        """Columns int32 [N], next_tokens int64 [S + 1, 1 + K] -> (token_ids, slot_mapping), both
+        int64 [N].
 
-        A token is the host's value or, if that is -1, its row's newest sampled token (0 if that is
-        NO_TOKEN: the request has failed, and its driver does not know it yet). Its KV slot is
-        block_id * block_size + offset, for its position in its row's block table.
+        A token is the host's value or, if that is -1 - j, entry j of its row in next_tokens (0 if
+        that is NO_TOKEN: the request has failed, and its driver does not know it yet). Its KV slot
+        is block_id * block_size + offset, for its position in its row's block table.
         """
 
     def correct_lengths(
@@ -55,6 +59,19 @@ class RowKernels(Protocol):
     def correct_positions(self, positions: Tensor, rows: Tensor, shift: Tensor) -> None:
         """positions += shift[rows]: columns int32 [N], shift int32 [S + 1]."""
 
+    def verify(
+        self,
+        token_ids: Tensor,
+        inputs: Tensor,
+        firsts: Tensor,
+        rows: Tensor,
+        next_tokens: Tensor,
+        refused: Tensor,
+    ) -> Verified:
+        """Decide which samples sequences gain in a step with drafts: those up to the first that
+        differs from the draft after it. See RowTables.verify. token_ids, inputs int64 [R]; firsts
+        int32 [Q + 1]: each sequence's first sample, then R; rows int32 [R]."""
+
 
 class TorchRowKernels:
     """Plain torch, for the CPU and as the reference of the Triton kernels."""
@@ -69,15 +86,14 @@ class TorchRowKernels:
         host_token_ids: Tensor,
         token_rows: Tensor,
         positions: Tensor,
-        last_sampled: Tensor,
+        next_tokens: Tensor,
         block_table: Tensor,
         block_size: int,
     ) -> tuple[Tensor, Tensor]:
         rows, places = token_rows.long(), positions.long()
+        column = (TOKEN_ON_DEVICE - host_token_ids.long()).clamp(min=0)
         token_ids = torch.where(
-            host_token_ids == TOKEN_ON_DEVICE,
-            last_sampled[rows].clamp(min=0),
-            host_token_ids.long(),
+            host_token_ids < 0, next_tokens[rows, column].clamp(min=0), host_token_ids.long()
         )
         blocks = block_table[rows, places // block_size].long()
         return token_ids, blocks * block_size + places % block_size
@@ -97,6 +113,33 @@ class TorchRowKernels:
 
     def correct_positions(self, positions: Tensor, rows: Tensor, shift: Tensor) -> None:
         positions += shift[rows.long()]
+
+    def verify(
+        self,
+        token_ids: Tensor,
+        inputs: Tensor,
+        firsts: Tensor,
+        rows: Tensor,
+        next_tokens: Tensor,
+        refused: Tensor,
+    ) -> Verified:
+        starts, num_samples = firsts[:-1].long(), firsts.diff()
+        place = torch.arange(next_tokens.shape[1], device=token_ids.device)
+        last = token_ids.shape[0] - 1
+        index = (starts.unsqueeze(1) + place).clamp(max=last)
+        sampled, drafts = token_ids[index], inputs[(index + 1).clamp(max=last)]
+        agrees = (sampled == drafts) & (place + 1 < num_samples.unsqueeze(1))
+        accepted = agrees.long().cumprod(1).sum(1)
+        is_gained = place <= accepted.unsqueeze(1)
+        gained = torch.where(is_gained, sampled, NO_TOKEN)
+        counts = (accepted + 1).int()
+        own, own_rows = num_samples - counts, rows[starts].long()
+        next_tokens[own_rows, 0] = sampled.gather(1, accepted.unsqueeze(1)).squeeze(1)
+        total = refused[own_rows] + own
+        refused[own_rows] = total
+        kept = torch.full_like(token_ids, NO_TOKEN)
+        kept[index[is_gained]] = gained[is_gained]
+        return Verified(gained, counts, own, total, kept)
 
 
 class Gathered(NamedTuple):
@@ -128,12 +171,18 @@ class RowTables:
         """int32 [G * (S + 1), max_blocks]"""
         self.group_tables: tuple[Tensor, ...] = torch.split(self.block_table, num_rows)
         """int32 [S + 1, max_blocks] for each group: views of it."""
-        self.last_sampled = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        """int64 [S + 1]: the newest sampled token of each row or, if that was refused, the token
-        from which the row continues."""
+        shape = (num_rows, 1 + limits.max_drafts)
+        self.next_tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        """int64 [S + 1, 1 + K]: the next tokens of each row, its newest one and then K drafts."""
+        self.last_sampled = self.next_tokens[:, 0]
+        """int64 [S + 1], a view: the newest sampled token of each row or, if that was refused, the
+        token from which the row continues."""
+        self.drafts = self.next_tokens[:, 1:]
+        """int64 [S + 1, K], a view."""
         self.refused = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        """int32 [S + 1]: for each row with a feature that may refuse tokens, the number refused
-        since it first sampled. The true counts are the host's bounds + its corrections - these."""
+        """int32 [S + 1]: for each row whose counts on the host are bounds, the number of refused
+        tokens since they became bounds. The true counts are the bounds + its corrections - these.
+        """
         self._shift = torch.zeros_like(self.refused)
 
     def update(self, columns: StepColumns[Tensor]) -> None:
@@ -168,6 +217,11 @@ class RowTables:
         self.last_sampled[places] = token_ids
         return total
 
+    def verify(self, token_ids: Tensor, inputs: Tensor, firsts: Tensor, rows: Tensor) -> Verified:
+        """Decide the outcome of a step's drafts, record refusals, and let each row continue from
+        the last token that it gains. See RowKernels.verify."""
+        return self._kernels.verify(token_ids, inputs, firsts, rows, self.next_tokens, self.refused)
+
     def restore(self, updates: BlockUpdates) -> None:
         """Write block ids outside of any step."""
         rows = torch.from_numpy(updates.rows).to(self.device)
@@ -182,7 +236,7 @@ class RowTables:
                 columns.host_token_ids,
                 columns.token_rows,
                 columns.positions,
-                self.last_sampled,
+                self.next_tokens,
                 block_table,
                 block_size,
             )

@@ -1,8 +1,8 @@
 """Values for the tokens that a step samples, on the host and on the device, and for their results.
 
 Most sequences that sample take one token. One that takes several has a sample after each of its
-last tokens in the step. Its newest sample, the last one, is what it gains; the others are at the
-positions of tokens that it has.
+last tokens in the step. If these tokens are its own, it gains its newest sample, the last one; if
+they are drafts, it gains the samples up to the first that differs from the draft after it.
 
 Shapes: R samples, Q sequences that sample.
 """
@@ -23,6 +23,19 @@ from worker_daemon.runner.token_history import Sampled
 BY_LOGITS: Final = 1
 """A bit of SampleRows.used that belongs to no part: the rows' most likely tokens are unknown,
 because the step failed."""
+
+
+class Drafted(NamedTuple):
+    """The drafts that samples follow, in a step with drafts."""
+
+    num_before_np: Int64s
+    """[R] number of earlier samples of the same sequence: 0 for its first, which follows a token
+    that it has."""
+    num_before: Tensor
+    """int32 [R], device: the same."""
+    inputs: Tensor
+    """int64 [R], device: the token that each sample follows. Before sample i with num_before j come
+    the sequence's own tokens, then the drafts inputs[i - j + 1 : i + 1]."""
 
 
 class SampleRows(NamedTuple):
@@ -52,7 +65,16 @@ class SampleRows(NamedTuple):
     """slots_np as the bitmap of a reply, if it was packed before."""
     given: tuple[Int32s, ...] = ()
     """[R] the tokens that came with the admission of each one's row. Empty if no sequence has more
-    than one sample: then R is Q."""
+    than one sample, or if the step has drafts."""
+    has_drafts: bool = False
+    """True if some of the samples follow drafts."""
+    drafted: Drafted | None = None
+    """Set once the step's tokens are known, if it has drafts."""
+
+    @property
+    def has_several(self) -> bool:
+        """True if a sequence has more than one sample; otherwise R is Q."""
+        return bool(self.given) or self.has_drafts
 
     @property
     def bitmap(self) -> bytes:
@@ -61,30 +83,50 @@ class SampleRows(NamedTuple):
 
     @property
     def sampled(self) -> Sampled:
-        """The columns that the token history keeps."""
-        if self.given:
-            newest = np.flatnonzero(self.num_newer == 0)
-            columns = (self.slots_np[newest], self.generations[newest], self.positions_np[newest])
+        """The columns that the token history keeps: of the first token that each sequence may
+        gain."""
+        if self.has_several:
+            chosen = np.flatnonzero(self.num_newer == 0)
+            if self.has_drafts:
+                chosen = self.firsts
+            columns = (self.slots_np[chosen], self.generations[chosen], self.positions_np[chosen])
             return Sampled(*columns, self.are_bounds)
         return Sampled(self.slots_np, self.generations, self.positions_np, self.are_bounds)
 
     @property
     def num_newer(self) -> Int64s:
-        """[R] number of later samples of the same sequence; 0 for the one that it gains."""
-        if not self.given:
+        """[R] number of later samples of the same sequence; 0 for the last one."""
+        if not self.has_several:
             return np.zeros(self.slots_np.size, np.int64)
         ends = np.searchsorted(self.slots_np, self.slots_np, side="right")
         return ends - 1 - np.arange(self.slots_np.size)
 
+    @property
+    def firsts(self) -> Int64s:
+        """[Q] index of each sequence's first sample."""
+        return np.flatnonzero(np.diff(self.slots_np, prepend=-1))
+
+    @property
+    def counts(self) -> Int64s:
+        """[Q] number of samples of each sequence."""
+        return np.diff(self.firsts, append=self.slots_np.size)
+
+    def following(self, inputs: Tensor) -> "SampleRows":
+        """Return the samples of a step with drafts, once its tokens are known. inputs: int64 [R],
+        the token that each sample follows."""
+        num_before = np.arange(self.slots_np.size) - np.repeat(self.firsts, self.counts)
+        on_device = upload(num_before.astype(np.int32), inputs.device)
+        return self._replace(drafted=Drafted(num_before, on_device, inputs))
+
     def newest(self) -> "SampleRows":
-        """Return the samples that sequences gain, [Q], without padding."""
-        if self.given:
+        """Return the last samples of sequences, [Q], without padding."""
+        if self.has_several:
             return self.keep(np.flatnonzero(self.num_newer == 0), self.used)
         return self.without_padding()
 
     def newest_of(self, column: Tensor) -> Tensor:
-        """Return the entries [Q] of a column [>= R] for the samples that sequences gain."""
-        if self.given:
+        """Return the entries [Q] of a column [>= R] for the last samples of sequences."""
+        if self.has_several:
             return column[upload(np.flatnonzero(self.num_newer == 0), column.device)]
         return column[: self.slots_np.size]
 
@@ -96,7 +138,7 @@ class SampleRows(NamedTuple):
             on_device = upload(chosen, self.slots.device)
             columns = (columns[0][on_device], columns[1][on_device], columns[2][on_device])
         slots = self.slots_np[chosen]
-        has_several = self.given and (slots[1:] == slots[:-1]).any()
+        has_several = self.has_several and bool((slots[1:] == slots[:-1]).any())
         return SampleRows(
             slots,
             self.generations[chosen],
@@ -105,7 +147,10 @@ class SampleRows(NamedTuple):
             *columns,
             None,
             self.are_bounds,
-            given=tuple(self.given[place] for place in chosen.tolist()) if has_several else (),
+            given=tuple(self.given[place] for place in chosen.tolist())
+            if has_several and self.given
+            else (),
+            has_drafts=self.has_drafts and has_several,
         )
 
     def without_padding(self) -> "SampleRows":

@@ -48,7 +48,11 @@ class StepLimits:
     """Blocks of the first group from a border to the next; 0: there are no checkpoints of
     states."""
     max_samples_per_seq: int = 1
-    """Most tokens that a request samples in a step."""
+    """Most tokens that a step may ask of a request (ExecuteModel.num_samples)."""
+    max_drafts: int = 0
+    """Most drafts of a request in a step; 0: steps have none."""
+    makes_drafts: bool = False
+    """The last stage makes drafts; otherwise steps bring them."""
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:
@@ -69,9 +73,14 @@ class StepLimits:
         return -(-self.max_model_len // self.block_size)
 
     @property
+    def most_samples_per_seq(self) -> int:
+        """Most tokens that a request samples in a step, for any reason."""
+        return max(self.max_samples_per_seq, 1 + self.max_drafts)
+
+    @property
     def max_num_samples(self) -> int:
         """Most tokens that a step samples: each follows one of its tokens."""
-        most = self.max_num_seqs * self.max_samples_per_seq
+        most = self.max_num_seqs * self.most_samples_per_seq
         return max(self.max_num_seqs, min(most, self.max_num_batched_tokens))
 
 
@@ -119,6 +128,16 @@ class StepExtensions(NamedTuple):
 NO_STEP_VALUES: Final = StepExtensions(0, ())
 
 
+class Drafts(NamedTuple):
+    """The drafts among a step's tokens."""
+
+    counts: Int32s
+    """[B] drafts of each request: the last ones of its tokens."""
+    token_ids: Int32s | None
+    """[sum of counts] in the order of the step's tokens; negative where the device has the draft.
+    None: it has all of them."""
+
+
 class ScheduledStep(NamedTuple):
     """An accepted step, ready to run. Arrays are host memory; batch order is ascending slots."""
 
@@ -136,7 +155,7 @@ class ScheduledStep(NamedTuple):
     """Tokens of the longest context, this step's included; 0 without requests."""
     num_samples: Int32s
     """[B] tokens that the request samples, one after each of its last tokens of this step; 0 unless
-    the step computes its last known token."""
+    the step computes its last known token. With drafts, one more than these."""
     new_requests: tuple[NewRequestData, ...]
     block_updates: BlockUpdates
     deferred: Bools | None
@@ -152,6 +171,8 @@ class ScheduledStep(NamedTuple):
     """Slots of all pooling requests; None if none of them has tokens in this step."""
     has_several: bool = False
     """True if a request samples more than one token."""
+    drafts: Drafts | None = None
+    """None: no token is a draft."""
 
 
 def blocks_before_window(num_computed: Int32s, group: BlockGroup) -> Int32s:

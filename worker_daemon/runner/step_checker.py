@@ -7,10 +7,9 @@ Shapes: B scheduled requests.
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from rpc_schema.codec import Frame
 from rpc_schema.errors import InvalidStepError
@@ -18,20 +17,22 @@ from rpc_schema.kv_cache import NULL_BLOCK, has_checkpoint
 from rpc_schema.pooling import MAX_KEPT_BYTES, MAX_POOLED_BYTES, PoolingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
+from worker_daemon.runner.draft_checks import DraftChecker
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.row_counts import EXACT, NOT_SAMPLED, RowCounts
 from worker_daemon.runner.scheduled_step import (
     MAX_BLOCK_UPDATES,
     NO_UPDATES,
     BlockUpdates,
+    Drafts,
     ScheduledStep,
     StepLimits,
     blocks_before_window,
     invalid,
 )
 from worker_daemon.runner.slot_bitmap import read_bitmap
+from worker_daemon.runner.step_columns import INT32, check_unique, read_column, read_pairs
 
-_INT32 = np.dtype("<i4")
 _UINT8 = np.dtype("u1")
 _UINT16 = np.dtype("<u2")
 
@@ -46,32 +47,6 @@ _FEW = 64
 
 _NO_TOKENS = np.zeros(0, np.int32)
 _NONE_DEFERRED: Final[Mapping[int, Int64s]] = MappingProxyType({})
-
-
-def _read(field: str, raw: Frame, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    if len(raw) % dtype.itemsize:
-        raise invalid(field, f"{len(raw)} bytes", f"send little-endian {dtype.name} values")
-    return np.frombuffer(raw, dtype)
-
-
-def _read_pairs(field: str, raw: bytes, slots: Int64s) -> tuple[Int32s, Int32s, Int64s]:
-    """Read pairs (slot, number) for some of the scheduled slots [B]. Return the columns, and each
-    slot's index among the scheduled ones."""
-    pairs = _read(field, raw, _INT32)
-    if pairs.size % 2:
-        raise invalid(field, f"{pairs.size} values", "send pairs (slot, number)")
-    named, numbers = pairs.reshape(-1, 2).T
-    positions = np.searchsorted(slots, named)
-    if not ((positions < slots.size).all() and (slots[positions] == named).all()):
-        raise invalid(field, named.tolist()[:8], "name scheduled slots only")
-    _check_unique(field, named)
-    return named, numbers, positions
-
-
-def _check_unique(field: str, slots: Int64s | Int32s) -> None:
-    values, counts = np.unique(slots, return_counts=True)
-    if values.size < slots.size:
-        raise invalid(field, int(values[int(counts.argmax())]), "name each slot once")
 
 
 def _change_requests(
@@ -89,9 +64,9 @@ def _change_requests(
     if there is one; num_known: [S + 1], tokens that came with each row's admission. checks_states:
     see StepChecker."""
     if step.finished:
-        slots = _read("finished", step.finished, _UINT16).astype(np.int64)
+        slots = read_column("finished", step.finished, _UINT16).astype(np.int64)
         counts.check_live("finished", slots)
-        _check_unique("finished", slots)
+        check_unique("finished", slots)
         counts.clear(slots)
     if step.resync is not None:
         _free_others(step.resync, counts)
@@ -116,7 +91,7 @@ def _change_requests(
 def _correct(raw: bytes, counts: RowCounts, num_known: Int32s) -> None:
     """Lower the bounds of rows by a message's corrections."""
     field = "corrections"
-    pairs = _read(field, raw, _INT32)
+    pairs = read_column(field, raw, INT32)
     if pairs.size % 2:
         raise invalid(field, f"{pairs.size} values", "send pairs (slot, tokens)")
     slots, by = pairs.reshape(-1, 2).T
@@ -124,21 +99,23 @@ def _correct(raw: bytes, counts: RowCounts, num_known: Int32s) -> None:
     if slots.min() < 0:
         raise counts.unknown(field, int(slots.min()))
     counts.check_live(field, slots)
-    _check_unique(field, slots)
+    check_unique(field, slots)
     most = np.where(counts.corrected[slots] < 0, 0, counts.num_tokens[slots] - num_known[slots])
     wrong = np.flatnonzero((by < 1) | (by > most))
     if wrong.size:
         at = int(wrong[0])
         fix = f"use 1 to {most[at]}, the number of tokens that it sampled and may refuse"
         if counts.corrected[slots[at]] == EXACT:
-            fix = "leave the slot out: no feature of its request refuses tokens"
+            fix = (
+                "leave the slot out: it had no drafts, and no feature of its request refuses tokens"
+            )
         raise invalid(field, f"slot {int(slots[at])}: {int(by[at])}", fix)
     counts.lower(slots, by)
 
 
 def _free_others(resync: bytes, counts: RowCounts) -> None:
     """Free the rows that a resynchronization does not name."""
-    values = _read("resync", resync, _INT32)
+    values = read_column("resync", resync, INT32)
     held = counts.blocks_by_group
     width = 3 + len(held)
     if values.size % width:
@@ -147,7 +124,7 @@ def _free_others(resync: bytes, counts: RowCounts) -> None:
     if slots.size and slots.min() < 0:
         raise counts.unknown("resync", int(slots.min()))
     counts.check_live("resync", slots)
-    _check_unique("resync", slots)
+    check_unique("resync", slots)
     wrong = np.flatnonzero(
         (counts.num_computed[slots] != computed)
         | (counts.num_tokens[slots] != tokens)
@@ -174,7 +151,7 @@ def _read_tokens(
     if len(arrays) != (1 if requests else 0):
         fix = "send one frame of tokens with new requests, else none"
         raise invalid("arrays", f"{len(arrays)} frames", fix)
-    tokens = _read("tokens", arrays[0] if arrays else b"", _INT32)
+    tokens = read_column("tokens", arrays[0] if arrays else b"", INT32)
     expected = sum(request.num_tokens for request in requests)
     if tokens.size != expected:
         raise invalid("tokens", f"{tokens.size} values", f"the new requests have {expected}")
@@ -279,7 +256,7 @@ class BatchReader:
         """Return the number of tokens of each slot: one, except for the (slot, tokens) pairs in
         raw."""
         field, most = "num_scheduled_tokens", self._limits.max_model_len
-        _, tokens, positions = _read_pairs(field, raw, slots)
+        _, tokens, positions = read_pairs(field, raw, slots)
         low, high = int(tokens.min()), int(tokens.max())
         if low < 1 or high > most:
             wrong = low if low < 1 else high
@@ -314,7 +291,7 @@ class BlockReader:
             return NO_UPDATES
         columns = step.new_block_slots, step.new_block_groups
         rows, occurrences = self._columns.get(columns) or self._read_rows(*columns)
-        block_ids = _read("new_block_ids", step.new_block_ids, _INT32)
+        block_ids = read_column("new_block_ids", step.new_block_ids, INT32)
         if block_ids.size > MAX_BLOCK_UPDATES:
             fix = f"a step brings at most {MAX_BLOCK_UPDATES}: admit fewer requests at a time"
             raise invalid("new_block_ids", f"{block_ids.size} blocks", fix)
@@ -334,9 +311,9 @@ class BlockReader:
         return BlockUpdates(rows, indices, block_ids)
 
     def _read_rows(self, raw_slots: bytes, raw_groups: bytes) -> tuple[Int64s, Int32s | None]:
-        rows = _read("new_block_slots", raw_slots, _UINT16).astype(np.int64)
+        rows = read_column("new_block_slots", raw_slots, _UINT16).astype(np.int64)
         if raw_groups:
-            groups = _read("new_block_groups", raw_groups, _UINT8)
+            groups = read_column("new_block_groups", raw_groups, _UINT8)
             if groups.size != rows.size:
                 fix = f"one for each of {rows.size} blocks, or none"
                 raise invalid("new_block_groups", f"{groups.size} groups", fix)
@@ -356,7 +333,7 @@ class BlockReader:
 
     def _check_slots(self, raw: bytes) -> None:
         """Check the slots: one that does not exist would be another group's row."""
-        highest = int(_read("new_block_slots", raw, _UINT16).max(initial=0))
+        highest = int(read_column("new_block_slots", raw, _UINT16).max(initial=0))
         if highest >= self._num_rows - 1:
             raise invalid("new_block_slots", highest, f"slots from 0 to {self._num_rows - 2}")
 
@@ -435,6 +412,7 @@ class StepChecker:
         """Block sizes in the form that RowCounts.capacity takes."""
         self.checks_states = limits.keeps_state
         """False: requests may begin anywhere, and be computed in any parts."""
+        self._drafts = DraftChecker(limits, parts)
 
     def check(
         self,
@@ -454,7 +432,7 @@ class StepChecker:
         tokens = _NO_TOKENS
         num_own = 1 if step.scheduled_new_reqs else 0
         changes_rows = step.finished or step.corrections or step.scheduled_new_reqs
-        if changes_rows or step.resync is not None:
+        if changes_rows or step.num_drafts or step.settled or step.resync is not None:
             counts, own = counts.copy(), arrays[:num_own]
             tokens = _change_requests(
                 step,
@@ -472,38 +450,20 @@ class StepChecker:
             raise invalid("deferred", f"{len(waiting)} steps", f"sample step {min(waiting)} first")
         batch = self._batches.batch(step)
         slots, rows = batch.slots, batch.rows
+        if step.settled:
+            self._drafts.settle(step.settled, slots, counts)
         self._parts.check_batch(slots, step.scheduled_new_reqs)
         if deferred:
             counts.check_sampled(slots)
         num_tokens = self._batches.num_tokens(step, batch)
         counts.append(updates)
-        starts, known = counts.num_computed[rows].copy(), counts.num_tokens[rows]
-        ends = starts + num_tokens
-        room = counts.capacity(rows, self.block_sizes)
-        capacity = np.minimum(room, self._limits.max_model_len)
-        beyond = ends > np.minimum(known, capacity)
-        if np.count_nonzero(beyond):
-            counts.remove(updates)
-            counts.check_live("scheduled", slots)
-            at = int(beyond.argmax())
-            raise invalid(
-                "num_scheduled_tokens",
-                f"slot {int(slots[at])}: {int(num_tokens[at])}",
-                f"it has {starts[at]} of {known[at]} tokens computed, "
-                f"blocks for {capacity[at]}, and max_model_len is {self._limits.max_model_len}",
-            )
-        samples, later, pooling = ends == known, None, None
         try:
+            starts, ends, capacity, drafts = self._ranges(step, batch, num_tokens, counts)
             if self.checks_states and self._limits.checkpoint_blocks:
                 self._check_borders(step.scheduled_new_reqs, updates, slots, starts, ends)
-            if counts.num_pooling:
-                samples, pooling = self._check_pooling(counts, slots, starts, ends)
-            num_samples = samples.astype(np.int32)
-            if step.num_samples:
-                self._read_samples(step.num_samples, slots, num_tokens, num_samples)
-            if step.deferred is not None:
-                later = _deferred(step.deferred, slots, samples)
-                self._check_held(samples, waiting)
+            num_samples, later, pooling = self._samples(
+                step, batch, num_tokens, counts, drafts, waiting
+            )
         except InvalidStepError:
             counts.remove(updates)
             raise
@@ -522,9 +482,65 @@ class StepChecker:
             step_values=step_values,
             corrections=self._corrections(counts, rows),
             pooling=pooling,
-            has_several=bool(step.num_samples) and int(num_samples.max()) > 1,
+            has_several=bool(step.num_samples or step.num_drafts) and int(num_samples.max()) > 1,
+            drafts=drafts,
         )
         return CheckedStep(scheduled, batch, counts, capacity, tokens)
+
+    def _ranges(
+        self, step: ExecuteModel, batch: Batch, num_tokens: Int32s, counts: RowCounts
+    ) -> tuple[Int32s, Int32s, Int32s, Drafts | None]:
+        """Return each scheduled slot's first position, its end and its capacity, [B] each, and the
+        step's drafts. counts: with its blocks."""
+        slots, rows, drafts = batch.slots, batch.rows, None
+        starts, known = counts.num_computed[rows].copy(), counts.num_tokens[rows]
+        ends = starts + num_tokens
+        if step.num_drafts or step.draft_token_ids:
+            drafts = self._drafts.read(step, slots, ends - known, counts)
+            known = known + drafts.counts
+        room = counts.capacity(rows, self.block_sizes)
+        capacity = np.minimum(room, self._limits.max_model_len)
+        beyond = ends > np.minimum(known, capacity)
+        if np.count_nonzero(beyond):
+            counts.check_live("scheduled", slots)
+            at = int(beyond.argmax())
+            raise invalid(
+                "num_scheduled_tokens",
+                f"slot {int(slots[at])}: {int(num_tokens[at])}",
+                f"it has {starts[at]} of {known[at]} tokens computed, "
+                f"blocks for {capacity[at]}, and max_model_len is {self._limits.max_model_len}",
+            )
+        return starts, ends, capacity, drafts
+
+    def _samples(
+        self,
+        step: ExecuteModel,
+        batch: Batch,
+        num_tokens: Int32s,
+        counts: RowCounts,
+        drafts: Drafts | None,
+        waiting: Mapping[int, Int64s],
+    ) -> tuple[Int32s, Bools | None, Int64s | None]:
+        """Return ScheduledStep.num_samples, deferred and pooling. waiting: the slots that earlier
+        steps have still to sample, by seq."""
+        slots, rows = batch.slots, batch.rows
+        starts, known = counts.num_computed[rows], counts.num_tokens[rows]
+        ends = starts + num_tokens
+        if drafts is not None:
+            known = known + drafts.counts
+        samples, later, pooling = ends == known, None, None
+        if counts.num_pooling:
+            samples, pooling = self._check_pooling(counts, slots, starts, ends)
+        num_samples = samples.astype(np.int32)
+        if drafts is not None:
+            self._drafts.check(drafts.counts, slots, samples, step)
+            num_samples += drafts.counts
+        if step.num_samples:
+            self._read_samples(step.num_samples, slots, num_tokens, num_samples)
+        if step.deferred is not None:
+            later = _deferred(step.deferred, slots, samples)
+            self._check_held(samples, waiting)
+        return num_samples, later, pooling
 
     def _check_borders(
         self,
@@ -563,7 +579,7 @@ class StepChecker:
         """Replace the numbers of samples, 1 or 0 for each slot [B], by those that a message
         names."""
         field = "num_samples"
-        named, counts, positions = _read_pairs(field, raw, slots)
+        named, counts, positions = read_pairs(field, raw, slots)
         idle = np.flatnonzero(num_samples[positions] == 0)
         if idle.size:
             fix = f"name slots that sample in this step: {slots[num_samples > 0].tolist()[:8]}"
@@ -625,7 +641,7 @@ class StepChecker:
 
     def _corrections(self, counts: RowCounts, rows: slice | Int64s) -> Int32s | None:
         """Return ScheduledStep.corrections for these rows."""
-        if not self._parts.refusing:
+        if not (self._parts.refusing or self._limits.max_drafts):
             return None
         corrected = counts.corrected[rows]
         if not corrected.size or int(corrected.max()) == EXACT:

@@ -16,6 +16,13 @@ MAX_GRAPH_SEQS = 512
 MIXED_SIZES = (16, 32, 64, *range(128, 513, 64))
 """Token counts to which a step with prompts is padded."""
 
+DRAFTED_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+"""Numbers of sequences to which decodes with drafts are padded; more take the plans of mixed
+steps."""
+
+MOST_PADDING = 2
+"""A decode with drafts is padded to at most this many times its tokens."""
+
 LARGE_MIXED_SIZES = (*range(640, 1025, 128), *range(1280, 2049, 256), *range(2560, 4097, 512))
 """Further ones, used if the device computes a layer faster than the host launches it."""
 
@@ -62,6 +69,10 @@ class StepPlan(NamedTuple):
     """Upper bound of the context lengths."""
     parts: int = 0
     """Bits of the parts that act around the forward pass."""
+
+    def corrected(self) -> "StepPlan":
+        """Return the plan of steps whose counts the device corrects."""
+        return self._replace(shape=self.shape._replace(num_corrected=self.shape.num_seqs))
 
 
 class StepColumns(NamedTuple, Generic[_Column]):
@@ -168,11 +179,22 @@ class StepLadder(ExactShapes):
         length_bounds: Callable[[int], Sequence[int]],
         mixed_plans: Sequence[StepPlan],
         num_groups: int = 1,
+        *,
+        drafts: Sequence[int] = (),
+        max_num_tokens: int = 0,
     ) -> None:
         """decode_sizes: numbers of sequences, ascending. length_bounds(size): ascending bounds of
         the context length, the last one the longest possible; launches are the same between two
         bounds. mixed_plans: ascending by tokens (`mixed_plans`). num_groups: KV groups; a sequence
-        may get a block of each in a step."""
+        may get a block of each in a step. drafts: numbers of drafts of a sequence, ascending, in
+        steps of at most max_num_tokens tokens."""
+        self._drafted = [
+            _drafted_plan(size, 1 + count, bound, num_groups)
+            for count in drafts
+            for size in (size for size in DRAFTED_SIZES if size <= max(decode_sizes, default=0))
+            if size * (1 + count) <= max_num_tokens
+            for bound in length_bounds(size)
+        ]
         self._decodes = [
             [_decode_plan(size, bound, num_groups) for bound in length_bounds(size)]
             for size in decode_sizes
@@ -183,15 +205,21 @@ class StepLadder(ExactShapes):
 
     @property
     def plans(self) -> list[StepPlan]:
-        """All padded plans: the mixed ones, then the decodes, each with the largest first."""
+        """All padded plans: the mixed ones, decodes with drafts, then the others, each with the
+        largest first."""
         decodes = [plan for plans in reversed(self._decodes) for plan in reversed(plans)]
-        return [*reversed(self._mixed), *decodes]
+        return [*reversed(self._mixed), *reversed(self._drafted), *decodes]
 
     def fit(self, step: ScheduledStep) -> StepPlan:
         """Return the padded plan. A step is not padded if it has a longer context than the plan, or
         more block updates, as when it admits many cached blocks."""
         count, num_updates = step.total_num_tokens, step.block_updates.rows.size
         is_decode = 0 < count == step.slots.size and not step.new_requests
+        if self._drafted and step.corrections is not None:
+            is_decode = False  # few such steps have no drafts: they share the graphs of the others
+            plan = self._fit_drafts(step)
+            if plan is not None:
+                return plan
         if is_decode and count <= len(self._decodes_by_count):
             plans = self._decodes_by_count[count - 1]
             if num_updates <= plans[0].shape.num_updates:
@@ -203,6 +231,25 @@ class StepLadder(ExactShapes):
             if num_updates <= plan.shape.num_updates and step.longest <= plan.max_seq_len:
                 return plan
         return super().fit(step)
+
+    def _fit_drafts(self, step: ScheduledStep) -> StepPlan | None:
+        """Return the plan of a decode with drafts; None if there is none that fits well."""
+        if step.new_requests:
+            return None
+        num_seqs, num_updates = step.slots.size, step.block_updates.rows.size
+        most_tokens = max(MIXED_SIZES[0], MOST_PADDING * step.total_num_tokens)
+        most_queries = int(step.num_tokens.max(initial=0))
+        for plan in self._drafted:
+            shape = plan.shape
+            if (
+                most_queries <= plan.max_query_len
+                and num_seqs <= shape.num_seqs
+                and step.longest <= plan.max_seq_len
+                and shape.num_tokens <= most_tokens
+                and num_updates <= shape.num_updates
+            ):
+                return plan
+        return None
 
 
 def _by_count(sizes: Sequence[int], entries: Sequence[_Entry]) -> list[_Entry]:
@@ -254,8 +301,20 @@ def largest_shape(limits: StepLimits) -> StepShape:
     tokens, groups = limits.max_num_batched_tokens + seqs, limits.num_groups
     entries = groups * seqs * limits.max_blocks_per_seq
     updates = max(min(entries, max(groups * seqs, MAX_BLOCK_UPDATES)), groups * tokens)
-    samples = max(seqs, limits.max_num_seqs * limits.max_samples_per_seq)
+    samples = max(seqs, limits.max_num_seqs * limits.most_samples_per_seq)
     return StepShape(tokens, seqs, samples, updates)
+
+
+def drafted_counts(most: int) -> list[int]:
+    """Return the numbers of drafts, up to `most`, for which decodes have plans."""
+    counts = {1, 2, 3, 4, 6, 8, 12, 15, most}
+    return sorted(count for count in counts if 0 < count <= min(most, 15))
+
+
+def _drafted_plan(size: int, queries: int, longest: int, num_groups: int) -> StepPlan:
+    tokens = size * queries
+    shape = StepShape(tokens, size, tokens, num_groups * size)
+    return StepPlan(shape, queries, longest).corrected()
 
 
 def _decode_plan(size: int, longest: int, num_groups: int) -> StepPlan:

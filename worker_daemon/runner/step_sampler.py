@@ -1,26 +1,37 @@
 """Turns a step's logits into the tokens with which its rows continue, and the hidden states of
-pooling requests into outputs. Used on the last stage."""
+pooling requests into outputs. Verifies drafts, and lets the drafter make new ones. Used on the last
+stage.
+
+Shapes: R samples, Q sequences that sample, K num_speculative_tokens.
+"""
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rpc_schema.step import NO_TOKEN
+from worker_daemon.device.pinned import upload
+from worker_daemon.drafting.interface import Drafter, Gained
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.parts.step_parts import SamplerOutput, StepParts
 from worker_daemon.runner.report import Report
 from worker_daemon.runner.row_tables import RowTables
-from worker_daemon.runner.sample_rows import Unsampled
+from worker_daemon.runner.sample_rows import SampleRows, Unsampled
 from worker_daemon.runner.scheduled_step import ScheduledStep
 
 
 class StepSampler:
     """Samples a step's rows. Owned by the stage that samples."""
 
-    def __init__(self, stage: DecoderStage, parts: StepParts, tables: RowTables) -> None:
+    def __init__(
+        self, stage: DecoderStage, parts: StepParts, tables: RowTables, drafter: Drafter | None
+    ) -> None:
         self._stage = stage
         self._parts = parts
         self._tables = tables
+        self.drafter = drafter
 
     def report_forward(self, step: ScheduledStep, hidden: Tensor) -> tuple[Report, ...]:
         """Return the parts' reports of a step's forward pass, including pooled outputs. hidden [N,
@@ -35,20 +46,63 @@ class StepSampler:
         rows, chosen = step.rows, step.chosen
         assert chosen is not None, "the step has got this far"
         count = rows.slots_np.size
+        if rows.has_drafts:
+            assert chosen.inputs is not None, "steps with drafts keep their last tokens"
+            rows = rows.following(chosen.inputs[:count])
         if not rows.used | step.step_values.used:
-            return SamplerOutput(chosen.greedy[:count], step.reports)
-        logits = self._stage.gather_logits(chosen.logits[:count])
-        sampled = self._parts.sample(logits, rows, step.step_values)
-        return replace(sampled, reports=sampled.reports + step.reports) if step.reports else sampled
+            sampled = SamplerOutput(chosen.greedy[:count], step.reports)
+        else:
+            logits = self._stage.gather_logits(chosen.logits[:count])
+            sampled = self._parts.sample(logits, rows, step.step_values)
+            if step.reports:
+                sampled = replace(sampled, reports=sampled.reports + step.reports)
+        return sampled if rows.drafted is None else self._verify(rows, rows.drafted.inputs, sampled)
+
+    def _verify(self, rows: SampleRows, inputs: Tensor, sampled: SamplerOutput) -> SamplerOutput:
+        """Decide which samples rows gain. inputs: int64 [R]."""
+        firsts = np.append(rows.firsts, rows.slots_np.size).astype(np.int32)
+        outcome = self._tables.verify(
+            sampled.token_ids, inputs, upload(firsts, inputs.device), rows.slots
+        )
+        self._parts.follow(outcome.kept, rows)
+        own = rows.newest_of(rows.slots)
+        gained = Gained(own, outcome.gained, outcome.counts)
+        return replace(sampled, refused=outcome.refused, gained=gained, total=outcome.total)
 
     def refuse(self, step: Unsampled, sampled: SamplerOutput, refused: Tensor) -> Tensor:
         """Write the refusals, int32 [Q], to this rank's rows. Return int64 [2, Q]: the token from
         which each row continues (after a refusal the one before it), and each row's total
         refusals."""
+        rows = step.rows
+        if sampled.total is not None:  # of drafts: the rows have them
+            newest = self._tables.last_sampled[rows.newest_of(rows.slots).long()]
+            return torch.stack((newest, sampled.total.long()))
         assert step.chosen is not None, "the step has got this far"
         assert step.chosen.inputs is not None, "steps that may refuse keep their last tokens"
-        rows = step.rows
         last, newest = rows.newest_of(step.chosen.inputs), rows.newest_of(sampled.token_ids)
         token_ids = torch.where(refused > 0, last, newest)
         total = self._tables.refuse(rows.newest_of(rows.slots), token_ids, refused)
         return torch.stack((token_ids, total.long()))
+
+    def draft(self, rows: SampleRows, sampled: SamplerOutput) -> Tensor | None:
+        """Let the drafter make drafts of the rows' next tokens, and write them to the rows. Return
+        them, int64 [Q, K]; None without a drafter."""
+        if self.drafter is None:
+            return None
+        gained = sampled.gained
+        if gained is None:
+            gained = self._one_each(rows, sampled)
+        drafts = self.drafter.propose(gained)
+        self._tables.drafts[gained.rows.long()] = drafts
+        return drafts
+
+    def _one_each(self, rows: SampleRows, sampled: SamplerOutput) -> Gained:
+        """Return what rows gain in a step without drafts."""
+        own, newest = rows.newest_of(rows.slots), rows.newest_of(sampled.token_ids)
+        token_ids = newest.new_full((own.shape[0], self._tables.next_tokens.shape[1]), NO_TOKEN)
+        counts = torch.ones_like(own)
+        if sampled.refused is not None:
+            counts -= sampled.refused
+            newest = newest.masked_fill(sampled.refused > 0, NO_TOKEN)
+        token_ids[:, 0] = newest
+        return Gained(own, token_ids, counts)

@@ -43,7 +43,7 @@ def largest_step(
     budget = min(_most_tokens(limits), num_seqs * limits.max_model_len)
     lengths = [budget // num_seqs + (index < budget % num_seqs) for index in range(num_seqs)]
     extensions = heaviest if limits.generates else _lightest(limits)
-    step = with_all_samples(prefill_step(request, limits, lengths, extensions), limits)
+    step = with_most_samples(prefill_step(request, limits, lengths, extensions), limits)
     return with_all_parts(step, limits)
 
 
@@ -59,9 +59,9 @@ def warm_up_steps(
     request: StepMessage, limits: StepLimits, heaviest: tuple[RequestExtension, ...] = ()
 ) -> Iterator[SyntheticStep]:
     """Yield a prefill and a decode without parts; then a prefill with each part alone; then
-    prefills and a decode with all parts, and a prefill with several samples for each request, if
-    there may be several. `heaviest` has the extensions that switch parts on. Each
-    part is run alone because its kernels depend on the logits' dtype, which other parts change.
+    prefills and a decode with all parts, and prefills with several samples for each request and
+    with drafts, if there may be any. `heaviest` has the extensions that switch parts on. Each part
+    is run alone because its kernels depend on the logits' dtype, which other parts change.
 
     Each prefill frees the previous one's rows; the caller frees the last ones.
     """
@@ -89,8 +89,10 @@ def warm_up_steps(
         yield with_all_parts(prefill(heaviest), limits)
         if has_decode:
             yield with_all_parts(_decode_step(request, num_seqs), limits)
-        if limits.max_samples_per_seq > 1:
-            yield with_all_parts(with_all_samples(prefill(heaviest), limits), limits)
+        if limits.most_samples_per_seq > 1:
+            yield with_all_parts(with_most_samples(prefill(heaviest), limits), limits)
+        if _may_have_drafts(limits):
+            yield with_all_drafts(prefill(least), limits)
 
 
 def with_all_parts(step: SyntheticStep, limits: StepLimits) -> SyntheticStep:
@@ -102,6 +104,41 @@ def with_all_parts(step: SyntheticStep, limits: StepLimits) -> SyntheticStep:
     extensions, frames = heaviest_of_step(slots, limits)
     message = msgspec.structs.replace(step.message, extensions=extensions)
     return SyntheticStep(message, (*step.arrays, *frames))
+
+
+def with_most_samples(step: SyntheticStep, limits: StepLimits) -> SyntheticStep:
+    """Return the step with as many samples as the limits allow, of one kind or the other."""
+    if limits.max_drafts >= limits.max_samples_per_seq and _may_have_drafts(limits):
+        return with_all_drafts(step, limits)
+    return with_all_samples(step, limits)
+
+
+def _may_have_drafts(limits: StepLimits) -> bool:
+    return limits.generates and limits.max_drafts > 0 and not limits.keeps_state
+
+
+def with_all_drafts(step: SyntheticStep, limits: StepLimits) -> SyntheticStep:
+    """Return a step that admits requests with as many drafts of each as its tokens and the limits
+    allow."""
+    message, (tokens,) = step.message, step.arrays
+    pairs = np.frombuffer(message.num_scheduled_tokens, "<i4").reshape(-1, 2).copy()
+    pairs[:, 1] = np.minimum(pairs[:, 1] - 1, limits.max_drafts)
+    drafts, total = pairs[pairs[:, 1] > 0], int(pairs[:, 1].sum())
+    new = tuple(
+        msgspec.structs.replace(
+            request,
+            num_tokens=request.num_tokens - count,
+            num_prompt_tokens=request.num_tokens - count,
+        )
+        for request, count in zip(message.scheduled_new_reqs, pairs[:, 1].tolist(), strict=True)
+    )
+    message = msgspec.structs.replace(
+        message,
+        scheduled_new_reqs=new,
+        num_drafts=drafts.tobytes(),
+        draft_token_ids=np.zeros(total, "<i4").tobytes(),
+    )
+    return SyntheticStep(message, (tokens[: len(tokens) - 4 * total],))
 
 
 def with_all_samples(step: SyntheticStep, limits: StepLimits) -> SyntheticStep:

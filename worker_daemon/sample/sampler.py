@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from worker_daemon.contracts.layer_ops import NO_TOKEN
-from worker_daemon.contracts.sampling import PenaltyTables, SamplingMetadata
+from worker_daemon.contracts.sampling import DraftsBefore, PenaltyTables, SamplingMetadata
 from worker_daemon.layers.torch_ops import likeliest
 from worker_daemon.sample import penalties
 from worker_daemon.sample.noise import gumbel_noise
@@ -42,13 +42,21 @@ class TorchSampling:
         has_token = (metadata.temperature > 0) & (greedy != NO_TOKEN)
         return torch.where(has_token, _sample_random(logits, metadata), greedy)
 
-    def penalized(self, logits: Tensor, slots: Tensor, tables: PenaltyTables) -> Tensor:
+    def penalized(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        tables: PenaltyTables,
+        drafts: DraftsBefore | None = None,
+    ) -> Tensor:
         """See Sampling."""
-        return penalties.penalized(logits, slots, tables)
+        return penalties.penalized(logits, slots, tables, drafts)
 
-    def count_tokens(self, slots: Tensor, token_ids: Tensor, tables: PenaltyTables) -> None:
+    def count_tokens(
+        self, slots: Tensor, token_ids: Tensor, tables: PenaltyTables, most: int = 1
+    ) -> None:
         """See Sampling."""
-        penalties.count_tokens(slots, token_ids, tables)
+        penalties.count_tokens(slots, token_ids, tables, most)
 
 
 def _sample_random(logits: Tensor, metadata: SamplingMetadata) -> Tensor:

@@ -246,6 +246,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
             cache=message.cache,
             graph=message.graph,
             lora=message.lora,
+            speculative=message.speculative,
         ),
         resolved=resolved,
         stage=stage,

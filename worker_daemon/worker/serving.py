@@ -16,6 +16,7 @@ from rpc_schema.operations import StepMessage
 from worker_daemon.contracts.uploads import FindUpload, no_uploads
 from worker_daemon.device.init import device_name
 from worker_daemon.distributed.link import Link
+from worker_daemon.drafting.registry import make_drafter
 from worker_daemon.kernel_compiler import KernelCompiler, hash_sources
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.raising import Translation
@@ -57,6 +58,15 @@ class Serving:
         self.kv = kv
         self._set_phase = set_phase
         self._enforce_eager = model.config.graph.enforce_eager
+        limits, drafter = _limits(model, plan), None
+        if opened.place.parallel.is_last_stage:
+            drafter = make_drafter(
+                model.config.speculative,
+                limits.max_num_seqs,
+                limits.max_model_len,
+                opened.place.device,
+                opened.place.backend.texts,
+            )
         self._parts = RunnerParts(
             parallel=opened.place.parallel,
             tp=opened.place.tp,
@@ -73,8 +83,9 @@ class Serving:
             adapters=model.adapters,
             processors=model.processors,
             find_upload=find_upload,
+            drafter=drafter,
         )
-        self.runner = assemble_runner(self._parts, opened.link, _limits(model, plan), kv)
+        self.runner = assemble_runner(self._parts, opened.link, limits, kv)
         self._graphs = StepGraphs()
         self.is_warm = False
         """True after its first warm-up."""
@@ -272,4 +283,6 @@ def _limits(model: LoadedModel, plan: KVCacheConfig) -> StepLimits:
         keeps_state=model.resolved.decoder.keeps_state,
         checkpoint_blocks=plan.checkpoint_blocks,
         max_samples_per_seq=scheduler.max_samples_per_seq,
+        max_drafts=model.config.speculative.num_speculative_tokens,
+        makes_drafts=model.config.speculative.on_device,
     )

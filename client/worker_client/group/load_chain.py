@@ -71,6 +71,7 @@ class LoadChain:
                 cache=config.cache,
                 graph=config.graph,
                 lora=config.lora,
+                speculative=config.speculative,
                 weights_version=weights_version,
             )
         )

@@ -162,6 +162,19 @@ def test_decode_with_empty_sequences_clears_every_padding_row() -> None:
         check(batch, None, num_splits=num_splits)
 
 
+@pytest.mark.parametrize(("window", "num_splits"), [(None, 1), (21, 1), (None, 3), (40, 2)])
+def test_a_few_queries_of_a_sequence_share_a_tile(window: int | None, num_splits: int) -> None:
+    """As after drafts: as many as a sequence has, down to one; the tile has 16 rows or more."""
+    for shape, lengths in (
+        (Shape(4, 2, 64), [(3, 90), (1, 33), (5, 5), (2, 200)]),
+        (Shape(6, 2, 72, 8), [(1, 1), (4, 61), (0, 0), (6, 130)]),
+        (Shape(8, 1, 64), [(8, 77), (7, 300)]),
+    ):
+        batch = build(shape, lengths, seed=num_splits, num_padding=3)
+        check(batch, window, num_splits=num_splits)
+        check(batch, window, num_splits=num_splits, logit_softcap=2.0, has_sinks=True)
+
+
 def test_batch_of_padding_only() -> None:
     batch = build(Shape(4, 2, 64), [], seed=3, num_padding=5)
     assert torch.equal(attend(batch, None), torch.zeros(batch.q.shape))

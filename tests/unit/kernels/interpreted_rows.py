@@ -2,7 +2,12 @@
 
 import pytest
 
-from tests.support.row_checks import check_corrections, check_gather, check_writes
+from tests.support.row_checks import (
+    check_corrections,
+    check_gather,
+    check_verified,
+    check_writes,
+)
 
 
 @pytest.mark.parametrize(("num_tokens", "block_size"), [(1, 16), (5, 1), (128, 8), (300, 32)])
@@ -18,3 +23,8 @@ def test_writes(num_values: int) -> None:
 @pytest.mark.parametrize("num_seqs", [1, 17, 260])
 def test_corrections(num_seqs: int) -> None:
     check_corrections("cpu", num_seqs, seed=num_seqs)
+
+
+@pytest.mark.parametrize(("num_seqs", "most"), [(1, 4), (17, 1), (130, 31)])
+def test_verified(num_seqs: int, most: int) -> None:
+    check_verified("cpu", num_seqs, most, seed=num_seqs)

@@ -60,6 +60,10 @@ class Others:
         self.reach("send")
         self.log.append(("sent", seq, int(status)))
 
+    def shape(self, num_rows, *, counted):
+        assert not counted
+        return (num_rows,)
+
     def publish(self, step, rows, news, *, counted):
         assert not counted
         assert news is None or news.shape == rows.shape
@@ -134,6 +138,9 @@ class Rank:
         """The sampler's."""
         self.others.reach("sample")
         return SamplerOutput(step.chosen.greedy)
+
+    def draft(self, rows, sampled):
+        """The sampler's: there is no drafter."""
 
 
 class Steps:

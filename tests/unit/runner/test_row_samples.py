@@ -134,7 +134,7 @@ def test_a_refused_token_is_the_newest_of_its_row():
     step = Unsampled(rows, chosen, torch.tensor(STATUS_OK), NO_STEP_VALUES)
     tables = RowTables(LIMITS, CPU, TorchRowKernels())
     stage = SimpleNamespace(gather_logits=lambda own: own)
-    sampler = StepSampler(stage, parts, tables)
+    sampler = StepSampler(stage, parts, tables, None)
     sampled = sampler.sample(step)
     assert sampled.token_ids.tolist() == [10, 11, 12, 13, 14, 15]
     assert sampled.refused.tolist() == [0, 1, 0]

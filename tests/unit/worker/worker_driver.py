@@ -11,6 +11,7 @@ from worker_client.requests import SamplingParams
 
 GREEDY = SamplingParams()
 SCHEDULER = config.SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
+NO_DRAFTS = config.SpeculativeConfig()
 
 
 @dataclass
@@ -27,8 +28,16 @@ class Sampled:
 class WorkerDriver:
     """Drives a Worker as a daemon would: one message after the other, seqs rising."""
 
-    def __init__(self, worker, num_blocks=64, block_size=16, scheduler=SCHEDULER):
+    def __init__(
+        self,
+        worker,
+        num_blocks=64,
+        block_size=16,
+        scheduler=SCHEDULER,
+        speculative=NO_DRAFTS,
+    ):
         self.worker = worker
+        self.speculative = speculative
         self.num_blocks = num_blocks
         self.cache = config.CacheConfig(block_size=block_size)
         self.scheduler = scheduler
@@ -63,6 +72,7 @@ class WorkerDriver:
                 scheduler=scheduler or self.scheduler,
                 cache=cache or self.cache,
                 graph=config.GraphConfig(),
+                speculative=self.speculative,
             )
         )
 
@@ -115,9 +125,20 @@ class WorkerDriver:
 
     # Steps.
 
-    def execute(self, scheduled, new=(), finished=(), resync=None, defer=(), several=None):
+    def execute(
+        self,
+        scheduled,
+        new=(),
+        finished=(),
+        resync=None,
+        defer=(),
+        several=None,
+        drafts=None,
+        **fields,
+    ):
         """Runs one step and returns {slot: Sampled}. defer: slots that are sampled later, or True
-        for all; several: {slot: samples}.
+        for all; several: {slot: samples}; drafts: {slot: tokens, -1 for the device's}, which
+        `scheduled` counts.
 
         scheduled: {slot: tokens}; new: [(slot, token ids, SamplingParams)], where a fourth entry
         says (tokens already computed, their blocks)."""
@@ -125,6 +146,12 @@ class WorkerDriver:
         if several:
             pairs = int32s(v for slot in sorted(several) for v in (slot, several[slot]))
             message = msgspec.structs.replace(message, num_samples=pairs)
+        if drafts:
+            pairs = int32s(v for s in sorted(drafts) for v in (s, len(drafts[s])))
+            own = [token for slot in sorted(drafts) for token in drafts[slot]]
+            brought = int32s(own) if max(own) >= 0 else b""
+            fields = {"num_drafts": pairs, "draft_token_ids": brought} | fields
+        message = msgspec.structs.replace(message, **fields)
         return self.read(self.worker.execute_model(message, arrays))
 
     def step(self, scheduled, new=(), finished=(), resync=None, defer=()):

@@ -88,7 +88,15 @@ class BadWordsPart(StepPart):
 
     def gain(self, token_ids: Tensor, rows: SampleRows) -> None:
         slots = rows.slots.long()
-        newest, gained = self._newest[slots], token_ids.to(torch.int32).unsqueeze(1)
+        newest = self._newest[slots]
+        if rows.drafted is not None:
+            is_gained = (token_ids >= 0).long()
+            counts = is_gained.new_zeros(self._newest.shape[0]).index_add_(0, slots, is_gained)
+            firsts = torch.arange(slots.shape[0], device=slots.device) - rows.drafted.num_before
+            # All samples of a row write the same.
+            self._newest[slots] = _appended(newest, token_ids, firsts, counts[slots])
+            return
+        gained = token_ids.to(torch.int32).unsqueeze(1)
         longer = torch.cat((newest[:, 1:], gained), dim=1)
         self._newest[slots] = torch.where(gained < 0, newest, longer)
 
@@ -103,8 +111,12 @@ class BadWordsPart(StepPart):
 
     def _recent(self, rows: SampleRows) -> Tensor:
         """Return the tokens before each sample, int32 [R, L]: of those that are not their rows'
-        newest, of the tokens of the admission."""
+        newest, of the tokens of the admission; with the drafts before it."""
         recent = self._newest[rows.slots.long()]
+        if rows.drafted is not None:
+            num_before, inputs = rows.drafted.num_before, rows.drafted.inputs
+            ends = torch.arange(1, inputs.shape[0] + 1, device=inputs.device)
+            return _appended(recent, inputs, ends - num_before, num_before)
         if not rows.given:
             return recent
         earlier = np.flatnonzero(rows.num_newer)
@@ -120,7 +132,8 @@ class BadWordsPart(StepPart):
 
     @staticmethod
     def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
-        """Count a copy of the logits, and of the rows' sequences with their comparisons."""
+        """Count a copy of the logits, and of the rows' sequences with their comparisons. What
+        drafts need is freed before these."""
         words = MAX_BAD_WORDS * (_BEFORE * (_INT32 + 3) + _INT64 + itemsize)
         return num_rows * (vocab_size * itemsize + words)
 
@@ -129,3 +142,13 @@ def _fill_recent(recent: Int32s, tokens: Int32s) -> None:
     """Fill the last tokens, right-aligned, into an entry [L]."""
     last = tokens[-_BEFORE:]
     recent[_BEFORE - last.size :] = last
+
+
+def _appended(recent: Tensor, token_ids: Tensor, firsts: Tensor, counts: Tensor) -> Tensor:
+    """Return the last tokens, int32 [R, L], of each entry, int32 [R, L], and behind it the tokens
+    from firsts [R] to firsts + counts [R] of token_ids, int64 [n]."""
+    width = recent.shape[1]
+    offsets = torch.arange(width, device=recent.device) + counts.unsqueeze(1)
+    own = recent.gather(1, offsets.clamp(max=width - 1))
+    places = (firsts.unsqueeze(1) + (offsets - width)).clamp_(0, token_ids.shape[0] - 1)
+    return torch.where(offsets < width, own, token_ids[places].to(torch.int32))

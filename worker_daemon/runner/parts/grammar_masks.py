@@ -40,7 +40,13 @@ class Masks:
 
 class GrammarMasksPart(StepPart):
     """Sets the logits of tokens that a row's mask does not allow to -inf. A row whose mask allows
-    no token samples NO_TOKEN, and only its request fails."""
+    no token samples NO_TOKEN, and only its request fails.
+
+    The masks of a row are those of its newest samples, with drafts too. A row with k drafts needs
+    k + 1 masks, each for the state after the drafts before it: its first samples are free if it has
+    fewer. A driver that makes masks knows the drafts, and ends them before the first that the
+    grammar refuses, as there is no state after it.
+    """
 
     request_extension = StructuredOutput
     step_extension = GrammarMasks
@@ -62,8 +68,8 @@ class GrammarMasksPart(StepPart):
         """
         slots, indices = _uint16s("slots", extension.slots), _uint16s("indices", extension.indices)
         num_newer = _num_newer(slots)
-        if num_newer.max(initial=0) >= limits.max_samples_per_seq:
-            most = limits.max_samples_per_seq
+        most = limits.most_samples_per_seq
+        if num_newer.max(initial=0) >= most:
             fix = "name each slot once" if most == 1 else f"name each slot at most {most} times"
             raise _invalid("masks.slots", slots.tolist()[:8], fix)
         if indices.size != slots.size:

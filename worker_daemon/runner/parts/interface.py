@@ -199,7 +199,9 @@ class StepPart:
     def adjust_logits(self, logits: Tensor, rows: SampleRows, step_values: Any | None) -> Tensor:
         """Return logits [R, V]: the given ones, or new ones. Must not modify the given ones. They
         are in the model's dtype or in float32; new ones may be in float32. A sample that is not its
-        row's newest is adjusted as if the row's tokens ended before its position.
+        row's newest is adjusted as if the row's tokens ended before its position. In a step with
+        drafts (rows.drafted), each is adjusted as if the row's tokens were those of begin and gain,
+        and behind them the drafts before the sample; positions_np are then upper bounds.
         rows: without padding. step_values: what check_step returned for the step's extension; None
         if the step has none. Never waits for the device."""
         return logits
@@ -217,8 +219,9 @@ class StepPart:
         return torch.zeros_like(token_ids, dtype=torch.int32)
 
     def gain(self, token_ids: Tensor, rows: SampleRows) -> None:
-        """Process the rows' new tokens, int64 [Q]; negative: none. rows: the newest samples. Called
-        if `follows_tokens` and a row uses the part. Never waits for the device."""
+        """Process the rows' new tokens, int64 [Q]; negative: none. rows: the newest samples. In a
+        step with drafts: int64 [R], and all samples. A row gains the first ones, and none of the
+        rest. Called if `follows_tokens` and a row uses the part. Never waits for the device."""
 
     def report(self, logits: Tensor, token_ids: Tensor, rows: SampleRows) -> Report | None:
         """Return the part's addition to the reply. logits [R, V]: as adjust_logits returned them;

@@ -3,7 +3,8 @@ output (presence, frequency).
 
 A table on the device counts each row's tokens. It is built from a request's tokens when the request
 is admitted, and updated with each token that the row gains. A sample at the position of a token
-that the row has is penalized as if the row's tokens ended there.
+that the row has is penalized as if the row's tokens ended there, and one behind drafts as if they
+were the row's tokens.
 
 Shapes: S rows, R samples, V vocabulary, K pairs of a sample and a token.
 """
@@ -19,10 +20,10 @@ from torch import Tensor
 from rpc_schema.step import NewRequestData
 from rpc_schema.token_rules import MAX_TOKEN_COUNT, Penalties
 from worker_daemon.contracts.arrays import Int32s, Int64s
-from worker_daemon.contracts.sampling import PenaltyTables
+from worker_daemon.contracts.sampling import DraftsBefore, PenaltyTables
 from worker_daemon.device.pinned import upload
 from worker_daemon.runner.parts.interface import PartContext, StepPart
-from worker_daemon.runner.sample_rows import SampleRows
+from worker_daemon.runner.sample_rows import Drafted, SampleRows
 from worker_daemon.sample import penalties
 
 _FLOAT32: Final = 4
@@ -43,6 +44,7 @@ class PenaltiesPart(StepPart):
 
     def __init__(self, context: PartContext) -> None:
         self._sampling = context.sampling
+        self._has_drafts = context.limits.max_drafts > 0
         self._tables = _tables(context) if context.is_last_stage else None
         self._num_prompt = np.full(context.num_rows, _WITHOUT, np.int32)
         """[S] host: tokens of the prompt, or _WITHOUT."""
@@ -83,11 +85,13 @@ class PenaltiesPart(StepPart):
 
     def gain(self, token_ids: Tensor, rows: SampleRows) -> None:
         assert self._tables is not None, "rows are sampled on the last stage"
-        self._sampling.count_tokens(rows.slots, token_ids, self._tables)
+        most = 1 if rows.drafted is None else 1 + _most_before(rows.drafted)
+        self._sampling.count_tokens(rows.slots, token_ids, self._tables, most)
 
     def adjust_logits(self, logits: Tensor, rows: SampleRows, step_values: None) -> Tensor:
         assert self._tables is not None, "rows are sampled on the last stage"
-        scores = self._sampling.penalized(logits, rows.slots, self._tables)
+        drafts = None if rows.drafted is None else _drafts_before(rows.drafted)
+        scores = self._sampling.penalized(logits, rows.slots, self._tables, drafts)
         if not rows.given:
             return scores
         samples, token_ids, values = self._unseen(rows)
@@ -123,8 +127,12 @@ class PenaltiesPart(StepPart):
         return samples.copy(), token_ids.copy(), values.astype(np.int16)
 
     def launch_sampling(self, logits: Tensor, rows: SampleRows) -> None:
+        column = rows.positions.long()
+        if self._has_drafts:
+            drafted = Drafted(np.ones_like(rows.slots_np), rows.positions, column)
+            rows = rows._replace(drafted=drafted)
         self.adjust_logits(logits, rows, None)
-        self.gain(rows.positions.long(), rows)
+        self.gain(column, rows)
 
     @staticmethod
     def sampling_row_bytes(vocab_size: int) -> int:
@@ -132,8 +140,17 @@ class PenaltiesPart(StepPart):
 
     @staticmethod
     def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
-        """Count a copy of the logits."""
+        """Count a copy of the logits. Kernels need no memory for drafts."""
         return num_rows * vocab_size * _FLOAT32
+
+
+def _most_before(drafted: Drafted) -> int:
+    return int(drafted.num_before_np.max(initial=0))
+
+
+def _drafts_before(drafted: Drafted) -> DraftsBefore | None:
+    most = _most_before(drafted)
+    return DraftsBefore(drafted.num_before, drafted.inputs, most) if most else None
 
 
 def _tables(context: PartContext) -> PenaltyTables:

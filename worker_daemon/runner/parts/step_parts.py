@@ -17,6 +17,7 @@ from rpc_schema.codec import Frame
 from rpc_schema.extensions import RequestExtension, StepExtension, extension_of
 from rpc_schema.step import NO_TOKEN, NewRequestData
 from worker_daemon.contracts.arrays import Int32s, Int64s
+from worker_daemon.drafting.interface import Gained
 from worker_daemon.runner.parts.interface import (
     ComputeLogits,
     PartContext,
@@ -45,8 +46,12 @@ class SamplerOutput:
     """int64 [R]; NO_TOKEN in rows whose logits are NaN or infinite."""
     reports: tuple[Report, ...] = ()
     refused: Tensor | None = None
-    """int32 [Q], 1 if the token that a row would gain is refused; None if no row uses a part that
-    may refuse."""
+    """int32 [Q], the number of samples that a row does not gain although the step counted them, the
+    last ones; None if no row has drafts, or uses a part that may refuse."""
+    gained: Gained | None = None
+    """Tokens that rows gain in a step with drafts."""
+    total: Tensor | None = None
+    """int32 [Q], in a step with drafts: each row's refusals so far."""
 
 
 class _Member(NamedTuple):
@@ -208,9 +213,8 @@ class StepParts:
             return plan
         kinds = [type(part) for bit, part in self._members if used & bit]
         shape = with_columns(plan.shape, kinds)
-        if used & self.refusing:
-            shape = shape._replace(num_corrected=shape.num_seqs)
-        return plan._replace(shape=shape, parts=used)
+        plan = plan._replace(shape=shape, parts=used)
+        return plan.corrected() if used & self.refusing else plan
 
     def graph_keys(self) -> list[int]:
         """Return the sets of parts for which graphs are captured: each part around the forward pass
@@ -219,14 +223,14 @@ class StepParts:
         return [*(m.bit for m in own), 0]
 
     def largest(self, shape: StepShape) -> StepShape:
-        """Return the shape with the columns of all parts."""
-        shape = shape._replace(num_corrected=shape.num_seqs if self.refusing else 0)
+        """Return the shape with the columns of all parts, and of corrections."""
+        shape = shape._replace(num_corrected=shape.num_seqs)
         return with_columns(shape, [type(m.part) for m in self._members])
 
     def fill(self, used: int, columns: StepColumns[Int32s], step: ScheduledStep) -> None:
         """Fill the columns of the parts that a step's plan names, and with them its corrections."""
         if columns.corrections.size:
-            assert step.corrections is not None, "a part may refuse tokens"
+            assert step.corrections is not None, "tokens may be refused"
             columns.corrections[: step.corrections.size] = step.corrections
             columns.corrections[step.corrections.size :] = 0
         for column in columns.extra:
@@ -288,11 +292,17 @@ class StepParts:
         reports = (part.report(left, token_ids, rows) for part, left in acted)
         made = tuple(report for report in reports if report is not None)
         refused = None
-        if used & (self.refusing | self._following):
+        if rows.drafted is None and used & (self.refusing | self._following):
             own, gained = rows.newest(), rows.newest_of(token_ids)
             refused = self._refuse(gained, own)
             self._gain(gained, refused, own)
         return SamplerOutput(token_ids, made, refused)
+
+    def follow(self, token_ids: Tensor, rows: SampleRows) -> None:
+        """Tell the parts which samples of a step with drafts its rows gain: token_ids int64 [R],
+        NO_TOKEN for the others."""
+        if rows.used & self._following:
+            self._gain(token_ids, None, rows.without_padding())
 
     def launch_sampling(self, logits: Tensor) -> None:
         """Launch the parts' kernels for sampling inside compiling_ahead, where launches only

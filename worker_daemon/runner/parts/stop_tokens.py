@@ -26,7 +26,7 @@ class StopTokensPart(StepPart):
 
     def __init__(self, context: PartContext) -> None:
         self._first = np.zeros(context.num_rows, np.int32)
-        """[S] the first position at which a stop token may be sampled."""
+        """[S] the first position at which a stop token may be sampled; 0 without min_tokens."""
         self._token_ids: list[tuple[int, ...]] = [()] * context.num_rows
 
     def check(self, extension: StopTokens, request: NewRequestData, limits: StepLimits) -> None:
@@ -45,16 +45,17 @@ class StopTokensPart(StepPart):
         self, requests: Sequence[NewRequestData], extensions: Sequence[StopTokens | None]
     ) -> None:
         for request, stops in zip(requests, extensions, strict=True):
-            is_used = stops is not None and self.uses(stops)
-            least = stops.min_tokens if stops is not None and is_used else 0
-            first = request.num_prompt_tokens + least
+            first = 0
+            if stops is not None and self.uses(stops):
+                first = request.num_prompt_tokens + stops.min_tokens
             self._first[request.slot] = min(first, np.iinfo(np.int32).max)
             self._token_ids[request.slot] = stops.token_ids if stops is not None else ()
 
     def adjust_logits(self, logits: Tensor, rows: SampleRows, step_values: None) -> Tensor:
         first = self._first[rows.slots_np]
-        # If tokens may be refused, the host's positions are upper bounds. The device then decides
-        # for every row whose slot has ever had stop tokens.
+        # If tokens may be refused, as drafts are, the host's positions are upper bounds. The device
+        # then decides for every row with min_tokens. Else a sample behind drafts has the position
+        # that it has if they are accepted: otherwise it is not gained.
         may_be_below = (first > 0) if rows.are_bounds else rows.positions_np < first
         below = np.flatnonzero(may_be_below)
         if not below.size:

@@ -1,0 +1,95 @@
+"""Requests with drafts gain the tokens that they gain without: transformers' if they are greedy,
+those of a group without drafts if they are seeded; in every parallel shape, with preemption, shared
+prefixes and every feature of sampling. test_adoption.py kills drivers of such groups."""
+
+import numpy as np
+import pytest
+
+from rpc_schema.config import SpeculativeConfig
+from tests.support.checkpoints import decisive_prompts
+from tests.support.exhaustive import exhaustively
+from tests.support.flat_requests import changed
+from tests.support.serving import assert_greedy, generate, greedy_request
+from worker_client.requests import SamplingParams
+
+NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
+SUFFIX = SpeculativeConfig(method="suffix", num_speculative_tokens=4, prompt_lookup_min=1)
+LOOKUPS = {"ngram": NGRAM, "suffix": SUFFIX}
+SHAPES = [(1, 1), (2, 1), exhaustively((3, 1)), exhaustively((1, 2)), (2, 2)]
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint):
+    return checkpoint("MistralForCausalLM", num_hidden_layers=5, sliding_window=27, seed=19)
+
+
+def repeating(reference, seed, count, max_tokens=24):
+    """Prompts that end as they began, so that a lookup finds something from the first token on."""
+    requests = []
+    for index in range(count):
+        head = np.random.default_rng([seed, index]).integers(0, 331, 3 + index % 5).tolist()
+        text = head * 2
+        prompt = decisive_prompts(
+            reference, 100 * seed + index, [len(text) + 3], max_tokens, prefix=text
+        )
+        requests.append(greedy_request(f"r{seed}-{index}", prompt[0], max_tokens))
+    return requests
+
+
+@pytest.mark.parametrize("method", LOOKUPS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_greedy_tokens_are_those_of_transformers(serve, reference, method, shape):
+    requests = repeating(reference, 1, 6)
+    config = {"block_size": 4, "speculative": LOOKUPS[method], "max_num_seqs": 5}
+    with serve(reference.path, *shape, reload=True, **config) as (group, loaded):
+        run = generate(group, loaded, requests)
+        assert_greedy(run, reference, requests)
+        assert sum(record.num_tokens for record in run.driver.records) > 6 * 32
+        scarce = generate(group, loaded, requests, num_blocks=22, enable_prefix_caching=False)
+        assert_greedy(scarce, reference, requests)
+        assert sum(output.num_preemptions for output in scarce.outputs.values()) > 0
+
+
+SAMPLED = {
+    "random": {"temperature": 1.2, "top_k": 40, "top_p": 0.95},
+    "penalized": {
+        "temperature": 0.8,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 1.2,
+    },
+    "few": {"temperature": 0.6, "allowed_token_ids": (5, 60, 70, 81)},
+    "bans": {"temperature": 1.0, "bad_words": ((5, 60), (60, 70, 5)), "logit_bias": {5: 9, 60: 9}},
+    "stops": {"temperature": 0.9, "stop_token_ids": tuple(range(0, 331, 7)), "min_tokens": 12},
+    "reported": {"temperature": 0.7, "logprobs": 3},
+}
+
+
+def sampled(reference, seed):
+    requests = repeating(reference, seed, 2 * len(SAMPLED))
+    kinds = [*SAMPLED.values()] * 2
+    return [
+        changed(request, sampling=SamplingParams(seed=7 * index + seed, **kind))
+        for index, (request, kind) in enumerate(zip(requests, kinds, strict=True))
+    ]
+
+
+@pytest.fixture(scope="module")
+def undrafted(reference, serve):
+    """What sampled requests gain in a group without drafts."""
+    requests = sampled(reference, 3)
+    with serve(reference.path, 1, 1, reload=True) as (group, loaded):
+        return generate(group, loaded, requests).outputs
+
+
+@pytest.mark.parametrize("shape", [(1, 1), exhaustively((2, 1)), exhaustively((1, 2)), (2, 2)])
+def test_seeded_tokens_and_reports_are_those_without_drafts(serve, reference, undrafted, shape):
+    requests = sampled(reference, 3)
+    with serve(reference.path, *shape, reload=True, speculative=SUFFIX) as (group, loaded):
+        outputs = generate(group, loaded, requests).outputs
+    for request in requests:
+        own, alone = outputs[request.id], undrafted[request.id]
+        assert own.token_ids == alone.token_ids and own.finish_reason == alone.finish_reason
+        for mine, other in zip(own.logprobs or (), alone.logprobs or (), strict=True):
+            assert mine.token_ids[0] == other.token_ids[0]
+            assert mine.logprobs[0] == pytest.approx(other.logprobs[0], abs=1e-4)

@@ -1,0 +1,239 @@
+"""Steps that verify drafts: whatever is drafted, rows gain the tokens that they would gain without,
+in whole prompts and decodes, beside rows without drafts, greedy and random, from the message and
+from the device."""
+
+import msgspec
+import numpy as np
+import pytest
+from worker_driver import GREEDY, SCHEDULER, WorkerDriver
+
+from rpc_schema.adoption import AdoptRequests
+from rpc_schema.config import SpeculativeConfig
+from rpc_schema.errors import InvalidStepError
+from worker_client.requests import SamplingParams
+from worker_daemon.worker.worker import Worker
+
+MOST = 4
+VOCAB = 151
+NOISY = SamplingParams(temperature=1.3, top_k=60, top_p=0.97, seed=2**61 + 5)
+PARAMS = {
+    "greedy": GREEDY,
+    "random": NOISY,
+    "reported": SamplingParams(temperature=0.7, seed=3, logprobs=2),
+    "biased": SamplingParams(logit_bias={7: 3.0}, allowed_token_ids=tuple(range(0, VOCAB, 3))),
+    "penalized": SamplingParams(
+        # Of few tokens, most are often penalized or banned.
+        allowed_token_ids=(5, 60, 70, 80, 90),
+        frequency_penalty=0.3,
+        repetition_penalty=1.2,
+        bad_words=((5, 60), (60, 70, 5), (70, 70), (90, 80)),
+    ),
+    "long": SamplingParams(
+        temperature=0.9, seed=6, min_tokens=12, stop_token_ids=tuple(range(0, VOCAB, 2))
+    ),
+}
+
+
+def make_worker(model_root, method):
+    worker = Worker("cpu", [model_root], lambda phase, seconds, done=0.0: None)
+    drafted = SpeculativeConfig(method=method, num_speculative_tokens=MOST)
+    driver = WorkerDriver(worker, speculative=drafted)
+    driver.init_device()
+    driver.serve("llama")
+    return worker
+
+
+@pytest.fixture(scope="module")
+def brought(model_root, llama):
+    worker = make_worker(model_root, "driver")
+    yield worker
+    worker.close()
+
+
+@pytest.fixture(scope="module")
+def looked_up(model_root, llama):
+    worker = make_worker(model_root, "ngram")
+    yield worker
+    worker.close()
+
+
+class Rows:
+    """Requests that decode with drafts, and what they would gain without."""
+
+    def __init__(self, worker, texts, params, count):
+        worker.on_attach()
+        self.driver = WorkerDriver(worker)
+        self.texts, self.params = texts, params
+        self.alone = {}
+        for slot, text in texts.items():
+            self.alone[slot] = self.driver.generate(slot, text, count, params)
+        self.gained = {slot: [] for slot in texts}
+        self.reports = {slot: [] for slot in texts}
+        self.refused = {}
+
+    def begin(self):
+        new = [(slot, text, self.params) for slot, text in self.texts.items()]
+        self.take({slot: len(text) for slot, text in self.texts.items()}, new=new)
+
+    def take(self, scheduled, drafts=None, **fields):
+        pairs = [v for slot, count in sorted(self.refused.items()) for v in (slot, count)]
+        for slot, count in self.refused.items():
+            self.driver.computed[slot] -= count
+        fields["corrections"] = np.array(pairs, "<i4").tobytes()
+        found = self.driver.execute(scheduled, drafts=drafts, **fields)
+        self.refused = {}
+        for slot, newest in found.items():
+            own = [*newest.earlier, newest]
+            self.gained[slot] += [each.token for each in own]
+            self.reports[slot] += [each.logprobs for each in own]
+            missing = 1 + len((drafts or {}).get(slot, ())) - len(own)
+            if missing:
+                self.refused[slot] = missing
+        return found
+
+    def check(self):
+        for slot, tokens in self.gained.items():
+            assert tokens == self.alone[slot][: len(tokens)]
+
+
+def texts_of(prompts, seed, lengths=(9, 12, 7, 1, 11)):
+    return dict(zip((0, 1, 3, 4, 6), prompts(lengths, seed=seed), strict=True))
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_rows_gain_what_they_would_without_drafts(brought, prompts, name):
+    """Drafts are right with a probability for each row, and their number changes by step."""
+    rng = np.random.default_rng(len(name))
+    rows = Rows(brought, texts_of(prompts, 51), PARAMS[name], 30)
+    rows.begin()
+    accepted = dict.fromkeys(rows.texts, 0)
+    while min(map(len, rows.gained.values())) < 20:
+        drafts = {}
+        for slot, right in zip(rows.texts, (1.0, 0.8, 0.5, 0.0, 0.9), strict=True):
+            have = len(rows.gained[slot])
+            own = rows.alone[slot][have : have + int(rng.integers(0, MOST + 1))]
+            wrong = rng.random(len(own)) >= right
+            own = [(t + 1) % VOCAB if w else t for t, w in zip(own, wrong, strict=True)]
+            if own and len(rows.gained[slot]) < 24:
+                drafts[slot] = own
+        scheduled = {
+            slot: 1 + len(drafts.get(slot, ()))
+            for slot in rows.texts
+            if len(rows.gained[slot]) < 25
+        }
+        found = rows.take(scheduled, drafts)
+        for slot in drafts:
+            accepted[slot] += len(found[slot].earlier)
+    rows.check()
+    assert accepted[0] > 5 and accepted[4] == 0
+    if name == "reported":
+        for slot, text in rows.texts.items():
+            driver = rows.driver
+            driver.execute({}, finished=[slot])
+            alone = [driver.execute({slot: len(text)}, [(slot, text, PARAMS[name])])[slot]]
+            alone += [driver.execute({slot: 1})[slot] for _ in range(10)]
+            for own, other in zip(rows.reports[slot], alone, strict=False):
+                assert own == [(token, pytest.approx(p, abs=1e-4)) for token, p in other.logprobs]
+
+
+def test_prompts_bring_drafts_of_their_first_tokens(brought, prompts):
+    rows = Rows(brought, texts_of(prompts, 53), NOISY, 8)
+    drafts = {slot: own[:MOST] for slot, own in rows.alone.items()}
+    drafts[1] = [*drafts[1][:2], 0, 0]
+    new = [(slot, text, NOISY) for slot, text in rows.texts.items()]
+    rows.take({slot: len(text) + MOST for slot, text in rows.texts.items()}, drafts, new=new)
+    assert [len(own) for own in rows.gained.values()] == [5, 3, 5, 5, 5]
+    rows.check()
+
+
+def test_the_next_step_is_sent_before_an_outcome_is_known(looked_up, prompts):
+    """The device drafts from the rows' own texts: random ones are hardly ever right, and repeated
+    ones often are. Corrections are a step late; then rows settle and decode on."""
+    head = prompts([6], seed=55)[0]
+    texts = texts_of(prompts, 57) | {1: head * 4}
+    for params in (GREEDY, NOISY):
+        rows = Rows(looked_up, texts, params, 40)
+        rows.begin()
+        drafts = dict.fromkeys(texts, [-1] * MOST)
+        scheduled = dict.fromkeys(texts, 1 + MOST)
+        waiting = {}
+        for _ in range(4):
+            late, rows.refused = rows.refused, waiting
+            waiting = late
+            rows.take(scheduled, drafts)
+        rows.refused = {
+            slot: rows.refused.get(slot, 0) + waiting.get(slot, 0)
+            for slot in texts
+            if slot in rows.refused or slot in waiting
+        }
+        rows.take(dict.fromkeys(texts, 1), settled=bytes([sum(1 << slot for slot in texts)]))
+        for _ in range(3):
+            rows.take(dict.fromkeys(texts, 1))
+        rows.check()
+
+
+def test_a_lookup_accelerates_a_text_that_repeats_itself(looked_up, prompts, llama):
+    """A greedy row with few tokens to choose from soon repeats itself."""
+    few = SamplingParams(allowed_token_ids=(5, 60, 70))
+    rows = Rows(looked_up, {2: prompts([9], seed=59)[0]}, few, 110)
+    rows.begin()
+    steps = 0
+    while len(rows.gained[2]) < 100:
+        rows.take({2: 1 + MOST}, {2: [-1] * MOST})
+        steps += 1
+    rows.check()
+    assert steps < 60
+
+
+def test_an_adopting_driver_gets_what_rows_gained(brought, prompts):
+    rows = Rows(brought, texts_of(prompts, 61), NOISY, 20)
+    rows.begin()
+    for _ in range(2):
+        have = {slot: len(own) for slot, own in rows.gained.items()}
+        drafts = {slot: rows.alone[slot][n : n + MOST] for slot, n in have.items()}
+        drafts[3] = [(t + 1) % VOCAB for t in drafts[3]]
+        rows.take(dict.fromkeys(rows.texts, 1 + MOST), drafts)
+    reply = brought.adopt_requests(AdoptRequests(**rows.driver.ids()))
+    tokens = np.frombuffer(reply.token_ids, "<i4").tolist()
+    assert tokens == [t for slot, own in rows.texts.items() for t in (*own, *rows.gained[slot])]
+    for row in reply.rows:
+        assert row.num_computed_tokens >= row.num_tokens - 1
+
+
+@pytest.mark.parametrize(
+    ("drafts", "scheduled", "fields", "word"),
+    [
+        ({0: [1] * (MOST + 1)}, {0: MOST + 2}, {}, "use 1 to 4 drafts"),
+        ({0: [1, 2]}, {0: 2}, {}, "up to the last"),
+        ({0: [1, 2]}, {0: 4}, {}, "up to the last"),
+        ({0: [1, VOCAB]}, {0: 3}, {}, "token ids from 0 to 150"),
+        ({0: [1, -1]}, {0: 3}, {}, "makes no drafts"),
+        ({0: [1, -2]}, {0: 3}, {}, "token ids from 0"),
+        ({0: [1]}, {0: 2}, {"draft_token_ids": b"12345678"}, "1, as num_drafts says"),
+        ({0: [1]}, {0: 2}, {"num_drafts": b""}, "which slots"),
+        ({0: [1]}, {0: 2}, {"num_drafts": b"1"}, "int32"),
+        ({0: [1]}, {0: 2}, {"num_samples": b"\0" * 8}, "one of them"),
+        ({5: [1]}, {0: 1, 5: 1}, {}, "admit a request"),
+        ({1: [1]}, {0: 1}, {}, "name scheduled slots"),
+        (None, {0: 1}, {"settled": b"\1"}, "had drafts"),
+        (None, {0: 1}, {"settled": b"\4"}, "scheduled slots"),
+    ],
+)
+def test_wrong_drafts_are_refused(brought, prompts, drafts, scheduled, fields, word):
+    rows = Rows(brought, {0: prompts([9], seed=63)[0]}, GREEDY, 6)
+    rows.begin()
+    rows.driver.computed[5] = rows.driver.computed[1] = 0
+    rows.driver.blocks[5] = rows.driver.blocks[1] = []
+    with pytest.raises(InvalidStepError, match=word):
+        rows.driver.execute(scheduled, drafts=drafts, **fields)
+
+
+def test_a_group_without_drafts_refuses_them(model_root, llama, prompts):
+    worker = Worker("cpu", [model_root], lambda phase, seconds, done=0.0: None)
+    driver = WorkerDriver(worker, scheduler=msgspec.structs.replace(SCHEDULER))
+    driver.init_device()
+    driver.serve("llama")
+    driver.execute({0: 5}, [(0, prompts([5], seed=65)[0], GREEDY)])
+    with pytest.raises(InvalidStepError, match=r"speculative\.method"):
+        driver.execute({0: 2}, drafts={0: [3]})
+    worker.close()

@@ -1,0 +1,24 @@
+"""The outcome of a step's drafts (speculative decoding), which kernels and plain torch decide.
+
+Shapes: R samples, Q sequences that sample, K num_speculative_tokens.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Verified(NamedTuple):
+    """The samples that sequences gain: those up to the first that differs from the draft after it.
+    On the device."""
+
+    gained: Tensor
+    """int64 [Q, 1 + K] the tokens of each sequence, oldest first; then NO_TOKEN."""
+    counts: Tensor
+    """int32 [Q] their number, at least 1."""
+    refused: Tensor
+    """int32 [Q] samples that it does not gain."""
+    total: Tensor
+    """int32 [Q] its row's refusals so far."""
+    kept: Tensor
+    """int64 [R] each sample's token; NO_TOKEN if its sequence does not gain it."""
