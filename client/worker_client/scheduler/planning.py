@@ -6,6 +6,7 @@ from itertools import chain, islice
 from rpc_schema.pooling import MAX_POOLED_BYTES
 from worker_client.parts.registry import may_start
 from worker_client.scheduler.decode_groups import DecodeGroups
+from worker_client.scheduler.draft_lengths import DraftLengths
 from worker_client.scheduler.interface import SchedulerLimits
 from worker_client.scheduler.request import Request
 from worker_client.scheduler.request_blocks import RequestBlocks
@@ -42,8 +43,10 @@ class Step:
         blocks: RequestBlocks,
         groups: DecodeGroups,
         step_budget: StepBudget | None = None,
+        draft_lengths: DraftLengths | None = None,
     ) -> None:
-        """step_budget: limits the prompt tokens of the step while requests decode."""
+        """step_budget: limits the prompt tokens of the step while requests decode. draft_lengths:
+        chooses drafts; None: there are none."""
         self.group: int | None = None
         """Decode group of the step."""
         self.decodes: dict[str, Request] = {}
@@ -67,6 +70,7 @@ class Step:
         support = limits.pooling
         self._whole_prompts = support is not None and support.whole_prompts
         self._step_budget = step_budget
+        self._draft_lengths = draft_lengths
         self._allowance: PromptAllowance | None = None
         self._victims: list[Request] | None = None
         """Running requests, those that lose their blocks first at the end; once they are needed."""
@@ -88,7 +92,7 @@ class Step:
         self._plan_decodes(before=max(oldest, number - num_stages + 1))
         self._plan_drafts()
         if self._step_budget is not None and self._delays_tokens():
-            self._allowance = self._step_budget.allowance(self._num_decode_tokens)
+            self._allowance = self._step_budget.allowance(self.num_decode_tokens)
         self._plan_prefills(chunk)
         if not self.preempted:
             self._admit(chunk)
@@ -99,7 +103,8 @@ class Step:
             self._extend_for_drafts()
 
     @property
-    def _num_decode_tokens(self) -> int:
+    def num_decode_tokens(self) -> int:
+        """Tokens of requests that decode, with their drafts."""
         return len(self.decodes) + sum(self.drafts.values())
 
     def load(self) -> StepLoad:
@@ -108,7 +113,7 @@ class Step:
         for req_id, count in self.prefills.items():
             num_tokens += count
             num_pairs += count * (self._queues.unfinished[req_id].num_computed + count / 2)
-        return StepLoad(num_tokens, self._num_decode_tokens, num_pairs)
+        return StepLoad(num_tokens, self.num_decode_tokens, num_pairs)
 
     def _delays_tokens(self) -> bool:
         """Return True if some request is decoding, in this step or in another one in flight: then
@@ -137,13 +142,12 @@ class Step:
 
     def _plan_drafts(self) -> None:
         """Choose how many drafts each decoding request has, within the token budget."""
-        most = self._limits.num_speculative_tokens
-        if not most or self._limits.keeps_state:
+        if self._draft_lengths is None or not self.decodes:
             return
-        for request in self.decodes.values():
-            count = min(most, request.most_drafts, self._budget)
+        for req_id, wanted in self._draft_lengths.choose([*self.decodes.values()]).items():
+            count = min(wanted, self._budget)
             if count > 0:
-                self.drafts[request.id] = count
+                self.drafts[req_id] = count
                 self._budget -= count
 
     def _extend_for_drafts(self) -> None:

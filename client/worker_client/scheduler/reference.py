@@ -26,6 +26,7 @@ from worker_client.requests import (
     sample_id,
 )
 from worker_client.scheduler.decode_groups import DecodeGroups
+from worker_client.scheduler.draft_lengths import DraftLengths, OnDraftingChange, log_change
 from worker_client.scheduler.interface import (
     NO_JUMP,
     Jump,
@@ -77,10 +78,12 @@ class Scheduler:
         *,
         clock: Clock = time.monotonic,
         urgency: Urgency = by_priority,
+        on_drafting_change: OnDraftingChange = log_change,
     ) -> None:
         """texts: the model's tokenizer, for requests with stop strings. clock: returns seconds, as
         time.monotonic does, for limits.max_itl_ms and deadlines. urgency: the policy by which
-        requests are admitted and preempted.
+        requests are admitted and preempted. on_drafting_change: is told when drafts, of all
+        requests or of one, stop to pay for good, or pay again.
 
         Raises:
             ClientConfigError: limits.max_itl_ms is not a positive, finite number.
@@ -94,6 +97,11 @@ class Scheduler:
         if limits.max_itl_ms is not None:
             self._step_budget = StepBudget(limits.max_itl_ms, num_stages, clock)
             max_imbalance = max(1, min(MAX_IMBALANCE, num_tokens // 2))
+        self._draft_lengths: DraftLengths | None = None
+        if limits.num_speculative_tokens and not limits.keeps_state:
+            self._draft_lengths = DraftLengths(
+                limits.num_speculative_tokens, num_stages, clock, on_drafting_change
+            )
         self._groups = DecodeGroups(num_stages, max_imbalance)
         # A decode group never exceeds the token budget, whatever the groups' imbalance.
         most = (num_tokens + 1 - max_imbalance) * num_stages
@@ -215,7 +223,14 @@ class Scheduler:
         self._blocks.remember_sent()
         if self._queues.next_deadline != math.inf:
             self._overdue += self._end_overdue(idle=bool(self._in_flight))
-        step = Step(self._limits, self._queues, self._blocks, self._groups, self._step_budget)
+        step = Step(
+            self._limits,
+            self._queues,
+            self._blocks,
+            self._groups,
+            self._step_budget,
+            self._draft_lengths,
+        )
         step.plan(self._num_steps, self._in_flight[0] if self._in_flight else self._num_steps)
         # Once all is done, send the ended requests to the workers; else a later step has them. A
         # result must come for those that their deadlines have ended.
@@ -225,6 +240,9 @@ class Scheduler:
             return None
         if self._step_budget is not None:
             self._step_budget.sent(step.load())
+        if self._draft_lengths is not None:
+            only_decodes, num_tokens = not step.prefills, step.num_decode_tokens
+            self._draft_lengths.sent(len(step.decodes), num_tokens, only_decodes=only_decodes)
         return self._commit(step)
 
     def _commit(self, step: Step) -> SchedulerOutput:
@@ -308,6 +326,8 @@ class Scheduler:
             request = find(req_id)
             if request is not None:
                 request.take_outcome(outcome)
+                if self._draft_lengths is not None:
+                    self._draft_lengths.learn(request, outcome)
         for req_id, count in result.refused.items():
             self._take_back(find(req_id), count)
 
@@ -330,6 +350,8 @@ class Scheduler:
             self._in_flight.popleft()
         if self._step_budget is not None:
             self._step_budget.done()
+        if self._draft_lengths is not None:
+            self._draft_lengths.done()
 
     def jump_forward(self, req_id: str, token_ids: Sequence[int]) -> Jump:
         """Let a request gain tokens that its grammar forces; see JumpingScheduler."""
@@ -435,6 +457,8 @@ class Scheduler:
             self._in_flight.pop()
         if self._step_budget is not None:
             self._step_budget.failed(len(outputs))
+        if self._draft_lengths is not None:
+            self._draft_lengths.failed(len(outputs))
         running = self._queues.running
         for req_id in lost_req_ids:
             if req_id in running:

@@ -40,6 +40,7 @@ from worker_client.requests import (
     VersionRun,
     seeded,
 )
+from worker_client.scheduler.acceptance import Acceptance
 from worker_client.scheduler.interface import SchedulerLimits
 from worker_client.scheduler_output import (
     DraftOutcome,
@@ -249,6 +250,8 @@ class Request:
     """Those of them that are its tokens, as soon as all tokens of their step are taken."""
     accepted_end: int = 0
     """Position after the last of these."""
+    acceptance: Acceptance | None = None
+    """DraftLengths owns it; None: it had no drafts yet."""
     blocks: HeldBlocks = field(default_factory=HeldBlocks)
     reported: Reported | None = None
     """None if it reports nothing."""

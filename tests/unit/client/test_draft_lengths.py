@@ -1,0 +1,192 @@
+"""The choice of a step's drafts, under a clock that the test moves: as fast as the best fixed
+number of drafts, never much slower than without, and back when a drafter turns good again."""
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from worker_client.scheduler.acceptance import Acceptance
+from worker_client.scheduler.draft_lengths import DraftLengths, StepCosts
+from worker_client.scheduler_output import DraftOutcome
+
+MOST = 4
+DEPTH = 2
+"""Steps in flight."""
+
+
+@dataclass
+class Decoding:
+    """A request that decodes without end."""
+
+    id: str
+    accuracy: float
+    most_drafts: int = MOST
+    acceptance: Acceptance | None = None
+    num_gained: int = field(default=0)
+
+
+class Device:
+    """Steps that take what a function of their rows and tokens says."""
+
+    def __init__(self, requests, cost_ms, seed=0):
+        self.now_s = 0.0
+        self.changes = []
+        self.lengths = DraftLengths(MOST, 1, lambda: self.now_s, self.changes.append)
+        self.requests, self.cost_ms, self.rng = requests, cost_ms, random.Random(seed)
+        self.in_flight = deque()
+        self.drafted = []
+        """Drafts of each step, in all."""
+        self.num_gained = 0
+
+    def run(self, num_steps, fixed=None):
+        """Return the tokens per second. fixed: drafts of each request, in place of the choice."""
+        began_s, before = self.now_s, self.num_gained
+        for _ in range(num_steps):
+            while len(self.in_flight) < DEPTH:
+                if fixed is None:
+                    drafts = self.lengths.choose(self.requests)
+                else:
+                    drafts = {request.id: fixed for request in self.requests if fixed}
+                rows = len(self.requests)
+                tokens = rows + sum(drafts.values())
+                self.lengths.sent(rows, tokens, only_decodes=True)
+                self.in_flight.append((drafts, tokens))
+                self.drafted.append(tokens - rows)
+            drafts, tokens = self.in_flight.popleft()
+            self.now_s += self.cost_ms(len(self.requests), tokens) / 1000
+            self.lengths.done()
+            for request in self.requests:
+                self.num_gained += 1
+                if request.id in drafts:
+                    self.num_gained += self.verify(request, drafts[request.id])
+        return (self.num_gained - before) / (self.now_s - began_s)
+
+    def verify(self, request, count):
+        accepted = 0
+        while accepted < count and self.rng.random() < request.accuracy:
+            accepted += 1
+        self.lengths.learn(request, DraftOutcome(count, accepted))
+        return accepted
+
+
+def decoding(count, accuracy):
+    return [Decoding(f"r{index}", accuracy) for index in range(count)]
+
+
+def flat(rows, tokens):
+    """Verification costs 1 % a token: a small batch."""
+    return 5 + 0.05 * tokens
+
+
+def steep(rows, tokens):
+    """Each token costs as much as half a step of one row: a batch that computes."""
+    return 2 + 1.0 * tokens
+
+
+def stairs(rows, tokens):
+    """Sizes of graphs: a step costs as much as the next size."""
+    size = next(size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if size >= tokens)
+    return 4 + 0.1 * size
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("cost_ms", [flat, steep, stairs])
+@pytest.mark.parametrize("accuracy", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_the_choice_is_as_fast_as_the_best_fixed_number(rows, accuracy, cost_ms):
+    """Within 5 %, learning included; and within 3 % of no drafts at all."""
+    steps = 1500
+    fixed = [Device(decoding(rows, accuracy), cost_ms).run(steps, k) for k in range(MOST + 1)]
+    chosen = Device(decoding(rows, accuracy), cost_ms).run(steps)
+    assert chosen >= 0.97 * fixed[0]
+    assert chosen >= 0.95 * max(fixed)
+
+
+def test_probes_cost_less_than_one_percent():
+    device = Device(decoding(16, 0.0), steep)
+    device.run(200)
+    device.drafted.clear()
+    speed = device.run(2000)
+    assert sum(count > 0 for count in device.drafted) > 3
+    assert speed >= 0.99 * Device(decoding(16, 0.0), steep).run(2000, 0)
+
+
+def test_a_drafter_that_turns_bad_midway_is_left_out_until_it_is_good_again():
+    requests = decoding(8, 0.8)
+    device = Device(requests, steep_at_8)
+    undrafted = Device(decoding(8, 0.0), steep_at_8).run(300, 0)
+    fast = device.run(600)
+    assert fast > 1.3 * undrafted and device.changes == []
+    for request in requests:
+        request.accuracy = 0.0
+    device.run(200)
+    device.drafted.clear()
+    assert device.run(800) >= 0.97 * undrafted
+    assert sum(count > 0 for count in device.drafted) < 40
+    told = [(change.req_id, change.pays) for change in device.changes if change.req_id is None]
+    assert told == [(None, False)] and device.changes[-1].acceptance < 0.3
+    for request in requests:
+        request.accuracy = 0.8
+    device.run(2000)
+    assert device.run(600) >= 0.95 * fast
+    told = [(change.req_id, change.pays) for change in device.changes if change.req_id is None]
+    assert told == [(None, False), (None, True)]
+
+
+def steep_at_8(rows, tokens):
+    return 8 + 0.2 * tokens
+
+
+def test_a_request_whose_drafts_fail_has_none_beside_others():
+    requests = decoding(7, 0.9)
+    requests.append(Decoding("bad", 0.0))
+    device = Device(requests, steep_at_8)
+    device.run(1000)
+    drafts = device.lengths.choose(requests)
+    assert set(drafts) == {request.id for request in requests[:7]}
+    assert [(change.req_id, change.pays) for change in device.changes] == [("bad", False)]
+
+
+def test_requests_near_their_limits_have_the_drafts_that_fit():
+    requests = [Decoding("a", 0.9, 0), Decoding("b", 0.9, 2), Decoding("c", 0.9, -1)]
+    assert DraftLengths(MOST).choose(requests) == {"b": 2}
+    assert DraftLengths(MOST).choose(requests[:1]) == {}
+
+
+def test_the_same_times_give_the_same_choices():
+    one, two = (Device(decoding(5, 0.6), stairs) for _ in range(2))
+    one.run(700)
+    two.run(700)
+    assert one.drafted == two.drafted and len(set(one.drafted)) > 1
+
+
+def test_a_single_late_step_changes_nothing():
+    costs, late = StepCosts(), StepCosts()
+    for table in (costs, late):
+        for _ in range(10):
+            table.learn(4, 4, 0.01)
+            table.learn(4, 20, 0.02)
+    late.learn(4, 4, 0.5)
+    places = [4.0, 12.0, 20.0, 40.0]
+    assert late.seconds(4, np.array(places)).tolist() == costs.seconds(4, np.array(places)).tolist()
+    assert costs.seconds(4, np.array(places)) == pytest.approx([0.01, 0.015, 0.02, 0.0325])
+    late.learn(4, 4, 0.5)
+    assert late.seconds(4, np.array(places))[0] > 0.05
+    # Rows that were never measured have the nearest curve.
+    assert costs.seconds(32, np.array([12.0])) == pytest.approx([0.015])
+
+
+def test_steps_with_prompts_and_failed_steps_teach_nothing():
+    now = [0.0]
+    lengths = DraftLengths(MOST, 1, lambda: now[0])
+    requests = decoding(2, 0.5)
+    lengths.sent(2, 10, only_decodes=False)
+    now[0] = 1.0
+    lengths.done()
+    lengths.sent(2, 10, only_decodes=True)
+    lengths.failed(1)
+    lengths.done()
+    assert lengths.choose(requests) == {"r0": MOST, "r1": MOST}
