@@ -77,7 +77,6 @@ def test_large_prefill(dtype: torch.dtype, window: int | None, head_dim: int) ->
 
 
 @DTYPES
-@DTYPES
 @pytest.mark.parametrize("queries", [2, 5, 8, 16])
 def test_a_few_queries_of_a_sequence(dtype: torch.dtype, queries: int) -> None:
     """As after drafts: they share a tile; few sequences are split, many are not."""
@@ -90,6 +89,7 @@ def test_a_few_queries_of_a_sequence(dtype: torch.dtype, queries: int) -> None:
             check(build(LLAMA_8B, lengths, dtype, seed=queries, num_padding=7), window)
 
 
+@DTYPES
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("num_splits", [None, 1, 5, 64])
 def test_decode(dtype: torch.dtype, window: int | None, num_splits: int | None) -> None:
