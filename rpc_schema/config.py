@@ -161,6 +161,26 @@ class SpeculativeConfig(Value, frozen=True, kw_only=True):
         """True if the workers make drafts, False if only steps bring them."""
         return self.method not in ("none", "driver")
 
+    def find_fault(self) -> tuple[str, object, str, str] | None:
+        """Return the first combination of fields that means nothing, as field, value, problem and
+        fix; None if there is none."""
+        num, is_model = self.num_speculative_tokens, self.method == "draft_model"
+        if self.method == "none" and num:
+            problem, fix = "there is nothing that makes drafts", "give a method, or 0"
+            return "num_speculative_tokens", num, problem, fix
+        if self.method != "none" and not num:
+            problem = f"method {self.method} needs the most drafts of a request in a step"
+            return "num_speculative_tokens", num, problem, f"give 1 to {MAX_DRAFTS}"
+        if is_model != (self.model is not None):
+            problem = "method draft_model needs one" if is_model else "only draft_model has one"
+            fix = "name the directory of a smaller model" if is_model else "leave it out"
+            return "model", self.model, problem, fix
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            problem = "the shortest match would be longer than the longest"
+            fix = f"give at most prompt_lookup_max, {self.prompt_lookup_max}"
+            return "prompt_lookup_min", self.prompt_lookup_min, problem, fix
+        return None
+
 
 class CacheConfig(Value, frozen=True, kw_only=True):
     """Layout of the KV cache, and bounds on its memory."""

@@ -59,6 +59,7 @@ from worker_daemon.worker.resolve import (
     ResolvedModel,
     check_cache,
     check_lora,
+    check_speculative,
     resolve_cache_dtype,
     resolve_config,
     resolve_model,
@@ -169,6 +170,7 @@ def plan_memory(config: WorkerConfig, memory_bytes: int, model_roots: Sequence[P
     _check_values(config)
     check_cache(config.cache, config.scheduler)
     check_lora(config.lora)
+    check_speculative(config.speculative)
     resolved = _resolve(config.model, model_roots)
     ranks = _PlannedRanks(config, resolved, _rank_sizes(config, resolved))
     requested = request_memory(

@@ -68,6 +68,7 @@ from worker_daemon.worker.resolve import (
     ResolvedModel,
     check_cache,
     check_lora,
+    check_speculative,
     confine_directory,
     resolve_cache_dtype,
     resolve_config,
@@ -209,6 +210,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
     """
     check_cache(message.cache, message.scheduler)
     check_lora(message.lora)
+    check_speculative(message.speculative)
     processors = find_logits_processors(message.scheduler.logits_processors)
     if message.model.load_format == "tensorizer":
         require_tensorizer("load_format", "tensorizer")

@@ -16,6 +16,7 @@ from rpc_schema.config import (
     ModelConfig,
     Quantization,
     SchedulerConfig,
+    SpeculativeConfig,
 )
 from rpc_schema.errors import CheckpointError
 from rpc_schema.pooling import PooledStates, PooledTask, PoolingSupport
@@ -223,6 +224,14 @@ def check_lora(config: LoraConfig) -> None:
         problem = "adapters in device memory are in host memory too"
         fix = f"at least max_loras, {config.max_loras}"
         raise config_error("lora.max_cpu_loras", config.max_cpu_loras, problem, fix)
+
+
+def check_speculative(config: SpeculativeConfig) -> None:
+    """Raise ConfigError for settings of drafts that mean nothing together."""
+    fault = config.find_fault()
+    if fault is not None:
+        field, value, problem, fix = fault
+        raise config_error(f"speculative.{field}", value, problem, fix)
 
 
 def check_deadline(deadline_ms: int, step_s: float, num_stages: int) -> None:

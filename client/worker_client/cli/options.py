@@ -16,7 +16,9 @@ import typer
 
 from rpc_schema.config import (
     FIT_MAX_MODEL_LEN,
+    MAX_DRAFTS,
     CacheConfig,
+    DraftMethod,
     Dtype,
     GraphConfig,
     KVCacheDtype,
@@ -26,10 +28,12 @@ from rpc_schema.config import (
     ParallelConfig,
     Quantization,
     SchedulerConfig,
+    SpeculativeConfig,
     WorkerConfig,
     read_layer_partition,
 )
 from worker_client.errors import config_error
+from worker_client.group.loading import check_speculative
 from worker_client.group.replacement import REPLACE_WITHIN_S
 from worker_client.inputs.tokenizer import LARGEST_TEXT_BYTES, MAX_TEXT_BYTES
 from worker_client.scheduler.step_budget import check_max_itl_ms
@@ -187,6 +191,21 @@ def build_run_options(
     logits_processors: Annotated[
         str, typer.Option(help="Custom ones that requests may ask for: NAME,NAME,...")
     ] = "",
+    speculative_method: Annotated[
+        str, typer.Option(help="What drafts tokens: " + ", ".join(get_args(DraftMethod)))
+    ] = "none",
+    num_speculative_tokens: Annotated[
+        int, typer.Option(min=0, max=MAX_DRAFTS, help="Drafts of a request in a step at most.")
+    ] = 0,
+    prompt_lookup_max: Annotated[
+        int, typer.Option(min=1, max=32, help="ngram, suffix: longest match that counts.")
+    ] = 4,
+    prompt_lookup_min: Annotated[
+        int, typer.Option(min=1, max=32, help="ngram, suffix: shortest match.")
+    ] = 2,
+    speculative_model: Annotated[
+        Path | None, typer.Option(help="draft_model: checkpoint directory of the smaller model.")
+    ] = None,
     block_size: Annotated[int, typer.Option(min=1, max=1024, help="Tokens in a KV block.")] = 16,
     kv_cache_dtype: Annotated[
         str, typer.Option(help="auto (the model's), fp8 (half the memory of bfloat16)")
@@ -277,6 +296,9 @@ def build_run_options(
         ClientConfigError: one of them is invalid.
     """
     _check_bounds(model, gpu_memory_utilization, max_model_len)
+    if speculative_model is not None and not speculative_model.is_dir():
+        given, fix = str(speculative_model), "name a checkpoint directory"
+        raise config_error("speculative_model", given, "no such directory", fix)
     if max_itl_ms is not None:
         check_max_itl_ms(max_itl_ms)
     is_fitted = max_model_len == FIT_MAX_MODEL_LEN
@@ -315,7 +337,15 @@ def build_run_options(
         lora=LoraConfig(
             max_loras=max_loras, max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras
         ),
+        speculative=SpeculativeConfig(
+            method=one_of("speculative_method", speculative_method, DraftMethod),
+            num_speculative_tokens=num_speculative_tokens,
+            prompt_lookup_max=prompt_lookup_max,
+            prompt_lookup_min=prompt_lookup_min,
+            model=None if speculative_model is None else str(speculative_model.resolve()),
+        ),
     )
+    check_speculative(group.speculative)
     return RunOptions(
         model=model.resolve(),
         endpoints=() if endpoints is None else _endpoints(endpoints),

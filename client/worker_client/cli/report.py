@@ -59,6 +59,8 @@ def output_line(
         line["error"] = output.error
     line["num_prompt_tokens"] = output.num_prompt_tokens
     line["num_cached_tokens"] = output.num_cached_tokens
+    if output.num_drafted:
+        line |= {"num_drafted": output.num_drafted, "num_accepted": output.num_accepted}
     if output.logprobs is not None:
         line["logprobs"] = [_logprobs(entry_) for entry_ in output.logprobs]
     if output.token_id_logprobs is not None:
@@ -110,10 +112,22 @@ def bench_object(
         "reply_delay": [msgspec.structs.asdict(status.reply_delay) for status in daemons],
         "input_wait_share": [status.input_wait_share for status in daemons],
         **({} if figures is None else {"experts": figures._asdict()}),
+        **_drafts(outputs),
         "providers": daemons[0].providers,
         "device": daemons[0].device,
         "versions": versions(),
     }
+
+
+def _drafts(outputs: Sequence[RequestOutput]) -> JsonObject:
+    """Return how many drafts steps have verified, and how many were accepted; nothing if there were
+    none."""
+    drafted = sum(output.num_drafted for output in outputs)
+    accepted = sum(output.num_accepted for output in outputs)
+    if not drafted:
+        return {}
+    share = accepted / drafted
+    return {"drafts": {"drafted": drafted, "accepted": accepted, "acceptance": share}}
 
 
 def percentiles(values: Sequence[float]) -> JsonObject:

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from rpc_schema.config import MIN_STEP_DEADLINE_MS, WorkerConfig
+from rpc_schema.config import MIN_STEP_DEADLINE_MS, SpeculativeConfig, WorkerConfig
 from rpc_schema.kv_cache import (
     BlockGroup,
     KVCacheConfig,
@@ -96,11 +96,19 @@ class Stopwatch:
         self.seconds[name] = time.monotonic() - start
 
 
+def check_speculative(config: SpeculativeConfig) -> None:
+    """Raise ClientConfigError for settings of drafts that mean nothing together."""
+    fault = config.find_fault()
+    if fault is not None:
+        field, value, problem, fix = fault
+        raise config_error(f"speculative.{field}", value, problem, fix)
+
+
 def check_config(config: WorkerConfig) -> None:
     """Check every field against the schema, which itself checks only when it decodes.
 
     Raises:
-        ClientConfigError: a value that no message can carry.
+        ClientConfigError: a value that no message can carry, or settings that exclude each other.
     """
     for section in WorkerConfig.__struct_fields__:
         part: msgspec.Struct = getattr(config, section)
@@ -111,6 +119,7 @@ def check_config(config: WorkerConfig) -> None:
             except msgspec.ValidationError as error:
                 problem = "the value is not allowed"
                 raise config_error(f"{section}.{entry.name}", value, problem, str(error)) from None
+    check_speculative(config.speculative)
     deadline_ms = config.scheduler.step_deadline_ms
     if deadline_ms < MIN_STEP_DEADLINE_MS:
         problem = "slow steps would count as hung"

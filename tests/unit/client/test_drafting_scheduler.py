@@ -191,7 +191,8 @@ def test_requests_survive_failures_and_aborts(seed):
     group.run(fails=0.1, aborts=0.03)
     assert 10 < len(group.outputs) < 25
     check(group, requests)
-    assert any(message.resync for message in group.daemon.messages) == (seed % 3 > 0)
+    if limits.pipeline_parallel_size > 1:
+        assert any(message.resync for message in group.daemon.messages)
 
 
 @pytest.mark.parametrize("seed", seeds(2, of=6))

@@ -2,6 +2,7 @@
 scheduler's cookbook."""
 
 import contextlib
+import dataclasses
 import json
 import re
 import sys
@@ -16,13 +17,19 @@ from rpc_schema.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     WorkerConfig,
 )
+from rpc_schema.errors import ConfigError
 from tests.support.fake_daemon import next_token
 from tests.unit.client.conftest import options
 from worker_client.cli.options import build_run_options
+from worker_client.cli.report import output_line
 from worker_client.errors import ClientConfigError
+from worker_client.group.loading import check_config
 from worker_client.launcher import LocalDaemons
+from worker_client.requests import RequestOutput
+from worker_daemon.worker.resolve import check_speculative
 
 ROOT = Path(__file__).parents[3]
 
@@ -307,3 +314,77 @@ def test_advised_size_of_the_kv_cache_is_an_option(fakes, directory, run):
     assert code == 0, errors
     assert daemons.daemons[0].config.cache.kv_cache_memory_bytes == 1 << 33
     assert build_run_options(model=directory).config.cache.kv_cache_memory_bytes is None
+
+
+def test_options_of_drafts_are_those_of_the_configuration(tmp_path):
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    options = build_run_options(
+        model=tmp_path,
+        speculative_method="draft_model",
+        num_speculative_tokens=3,
+        prompt_lookup_max=6,
+        prompt_lookup_min=1,
+        speculative_model=draft,
+    )
+    assert options.config.speculative == SpeculativeConfig(
+        method="draft_model",
+        num_speculative_tokens=3,
+        prompt_lookup_max=6,
+        prompt_lookup_min=1,
+        model=str(draft),
+    )
+    assert build_run_options(model=tmp_path).config.speculative == SpeculativeConfig()
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"num_speculative_tokens": 2}, "num_speculative_tokens"),
+        ({"method": "ngram"}, "num_speculative_tokens"),
+        ({"method": "draft_model", "num_speculative_tokens": 2}, "model"),
+        ({"method": "ngram", "num_speculative_tokens": 2, "model": "/a"}, "model"),
+        (
+            {"method": "suffix", "num_speculative_tokens": 2, "prompt_lookup_min": 5},
+            "prompt_lookup_min",
+        ),
+    ],
+)
+def test_settings_of_drafts_that_mean_nothing_together_are_refused(tmp_path, fields, field):
+    """By the options, by a group before it loads, and by a daemon."""
+    config = SpeculativeConfig(**fields)
+    given = {"speculative_method": fields.get("method", "none")} | {
+        name: value for name, value in fields.items() if name not in ("method", "model")
+    }
+    if "model" in fields:
+        given["speculative_model"] = tmp_path
+    with pytest.raises(ClientConfigError) as refused:
+        build_run_options(model=tmp_path, **given)
+    assert refused.value.field == f"speculative.{field}"
+    with pytest.raises(ClientConfigError) as refused:
+        parallel, model = ParallelConfig(), ModelConfig(model="a")
+        check_config(WorkerConfig(parallel=parallel, model=model, speculative=config))
+    assert (refused.value.field, refused.value.value) == (
+        f"speculative.{field}",
+        getattr(config, field),
+    )
+    with pytest.raises(ConfigError, match=f"speculative.{field}"):
+        check_speculative(config)
+
+
+def test_a_method_or_a_model_that_does_not_exist_is_refused(tmp_path):
+    for fields, field in (
+        ({"speculative_method": "magic"}, "speculative_method"),
+        ({"speculative_model": tmp_path / "none"}, "speculative_model"),
+    ):
+        with pytest.raises(ClientConfigError) as refused:
+            build_run_options(model=tmp_path, **fields)
+        assert refused.value.field == field
+
+
+def test_results_say_how_many_drafts_were_accepted():
+    drafted = RequestOutput("a", [1, 2, 3], "length", 2, 0, 0, None, num_drafted=4, num_accepted=1)
+    line = output_line("a", drafted, None)
+    assert (line["num_drafted"], line["num_accepted"]) == (4, 1)
+    plain = output_line("a", dataclasses.replace(drafted, num_drafted=0, num_accepted=0), None)
+    assert not {"num_drafted", "num_accepted"} & plain.keys()
