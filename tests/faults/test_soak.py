@@ -7,7 +7,10 @@ import random
 import pytest
 
 from tests.support.exhaustive import exhaustively
+from tests.support.serving import worker_config
 from tests.support.soak.__main__ import poisoned, soak
+from tests.support.soak.driver import Life
+from tests.support.soak.scene import Scene
 
 
 @pytest.mark.slow
@@ -19,3 +22,18 @@ def test_every_accepted_request_ends_once_with_the_right_tokens(checkpoint, seco
     assert sum(found["faults"].values()) >= seconds / 10 - 2, (
         "the last may come after all has ended"
     )
+
+
+def test_driver_that_has_ended_before_a_line_is_replaced(tmp_path):
+    scene = Scene(tmp_path, tmp_path, num_ranks=0)
+    missing, progress = str(tmp_path / "missing"), str(tmp_path / "progress")
+    scene.start_drivers(Life([], worker_config(tmp_path), 1, missing, missing, progress, 0.0))
+    try:
+        scene.driver.kill()
+        scene.driver.wait()
+        scene.tell_driver("sleep 0.5")
+        scene.tick()
+        assert sum(scene.driver_exits.values()) == 1
+        assert scene.driver.poll() is None
+    finally:
+        scene.close()

@@ -1,6 +1,7 @@
 """The processes of a soak: daemons that a supervisor restarts, and drivers, each started when its
 predecessor exits. Chooses no faults and checks no results; `tick` is called often."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -130,6 +131,7 @@ class Scene:
             self.driver = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.soak.driver", str(self._life)],
                 stdin=subprocess.PIPE,
+                bufsize=0,  # close() must not try again to send a line to one that has ended
                 stdout=log,
                 stderr=log,
                 env=environment(self.directory),
@@ -138,11 +140,8 @@ class Scene:
     def tell_driver(self, command: str) -> None:
         """Send the driver a line."""
         assert self.driver is not None and self.driver.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it is gone
             self.driver.stdin.write(command.encode() + b"\n")
-            self.driver.stdin.flush()
-        except BrokenPipeError:
-            pass  # it is gone
 
     def later(self, seconds: float, act: Callable[[], None]) -> None:
         """Call act after some seconds."""
