@@ -4,9 +4,11 @@ transformers."""
 
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -16,6 +18,7 @@ from typing import NamedTuple
 
 import httpx2
 import numpy as np
+import psutil
 import pytest
 
 from benchmarks.demo_model import SENTENCES, make_demo_model
@@ -641,6 +644,88 @@ def test_streams_go_on_when_a_daemon_is_killed(service, daemons, endpoints, case
             return found
 
     assert [texts for texts, _ in asyncio.run(main())] == expected[-3:]
+
+
+async def raw_stream(service, fields):
+    """The text of a streamed request with one choice, its finish reason and its number of events,
+    by a connection of its own: a thousand of them cost little."""
+    body = json.dumps({**fields, "stream": True}).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    reader, writer = await asyncio.open_connection(*service.address)
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    assert b" 200 " in await reader.readline()
+    text, reason, num_events = "", None, 0
+    while (line := await reader.readline()) != b"data: [DONE]\n":
+        assert line, "the stream was cut off"
+        if line.startswith(b"data: "):
+            (choice,) = json.loads(line.removeprefix(b"data: "))["choices"]
+            text, reason, num_events = (
+                text + choice["text"],
+                choice["finish_reason"],
+                num_events + 1,
+            )
+    writer.close()
+    return text, reason, num_events
+
+
+@contextlib.contextmanager
+def descriptors(number):
+    """Allow so many in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(number, hard)), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("num_streams", "num_waves"), [(100, 2), pytest.param(1000, 4, marks=pytest.mark.exhaustive)]
+)
+def test_many_streams_at_once(num_streams, num_waves, kept_service, endpoints, model, directory):
+    """On one daemon: none is lost, each text is that of the same request alone, and memory does not
+    grow. A client that never reads what is sent to it is there all the time."""
+    kept_service.stop()
+    words = SENTENCES.split()
+    cases = [
+        completion(" ".join(words[number:][:3]), max_tokens=4 + number // 2, ignore_eos=True)
+        for number in range(12)
+    ]
+    tokenizer = load_tokenizer(model)
+    ids = tokenizer.encode(SENTENCES)[:400]
+    tokenizer.close()
+    large = completion(ids, echo=True, logprobs=20, max_tokens=4, n=4, stream=True)
+    named = ("--endpoints", endpoints[0], "--model", str(model), "--reload")
+    named += ("--num-gpu-blocks", "256")  # a cache whose memory is all in use soon
+    sizes = ("--max-num-seqs", "64", "--max-queue", str(num_streams), "--write-timeout", "300")
+
+    async def wave(service):
+        return await asyncio.gather(*(raw_stream(service, case) for case in asked(cases)))
+
+    def asked(each):
+        return itertools.islice(itertools.cycle(each), num_streams)
+
+    async def main(service, processes):
+        async with service.client() as client:
+            alone = [(await whole(client, case))[0] for case in cases]
+            slow = raw_client(service, json.dumps(large).encode())
+            while not (await health(client))["running"]:
+                await asyncio.sleep(0.01)
+            waves, sizes = [], []
+            for _ in range(num_waves):
+                waves.append(await wave(service))
+                sizes.append([each.memory_info().rss for each in processes])
+            assert (await health(client))["running"], "the slow client was left"
+            slow.close()
+            await until_idle(client)
+            return alone, waves, np.array(sizes) / 2**20
+
+    with descriptors(num_streams + 256), running(directory, *named, *sizes) as service:
+        pids = service.process.pid, status_of(endpoints[0]).pid
+        alone, waves, sizes = asyncio.run(main(service, [psutil.Process(pid) for pid in pids]))
+    for found in waves:
+        assert [(text, reason) for text, reason, _ in found] == [*asked(alone)]
+        assert sum(number for *_, number in found) > 3 * num_streams, "they were not streamed"
+    server, daemon = sizes[-1] - sizes[-2]
+    assert server < 4 and daemon < 24, sizes
 
 
 def test_sigterm_lets_requests_end(service, endpoints, cases, expected):
