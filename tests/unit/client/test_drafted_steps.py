@@ -154,7 +154,7 @@ def test_counts_are_bounds_until_outcomes_are_known_and_settled():
     message = message_of(third)
     assert (message.corrections, message.settled) == (b"", b"")
     gained = reply_to(second, [0, 1, 2], [10, 11, 12, 20, 30], [3, 1, 1])
-    table.take_outcome(second, table.decode(second, gained, []))
+    table.take_outcome(second.seq, table.decode(second, gained, []))
     fourth = table.encode(SchedulerOutput(decode_req_ids=("a", "b")), **IDS, seq=4)
     message = message_of(fourth)
     assert (message.corrections, named_slots(message.settled)) == (b"", [0])
@@ -168,7 +168,7 @@ def test_counts_are_bounds_until_outcomes_are_known_and_settled():
     # computed: a 5 + 3 + 3 steps, b 3 + 4 steps, c 6 + 5 + 1 - 4 refused + 3
     assert rows == [[0, 11, 12], [1, 7, 8], [2, 11, 12], [3, 2, 3]]
     table.take_outcome(
-        fifth, table.decode(fifth, reply_to(fifth, [0, 1, 2], [1, 2, 3, 4, 5], [1, 1, 3]), [])
+        fifth.seq, table.decode(fifth, reply_to(fifth, [0, 1, 2], [1, 2, 3, 4, 5], [1, 1, 3]), [])
     )
     seventh = table.encode(SchedulerOutput(decode_req_ids=ids), **IDS, seq=7)
     assert named_slots(message_of(seventh).settled) == [2]
@@ -183,7 +183,7 @@ def test_corrections_wait_for_the_step_that_schedules_their_row():
     seen the step."""
     table, second = drafted()
     one = table.decode(second, reply_to(second, [0, 1, 2], [10, 20, 30]), [])
-    table.take_outcome(second, one)
+    table.take_outcome(second.seq, one)
     third = SchedulerOutput(
         {"a": 1}, finished_req_ids=["c"], scheduled_new_reqs=[new_request("e", 2, [31])]
     )
@@ -269,7 +269,7 @@ def test_drafts_beyond_max_model_len_are_refused_by_the_corrected_count():
     counts = {"c": 2}
     with pytest.raises(InvalidSchedulerOutput, match="would end at 13"):
         table.encode(SchedulerOutput(counts, num_drafts={"c": 1}), **IDS, seq=3)
-    table.take_outcome(second, table.decode(second, reply_to(second, [0, 1, 2], [1, 2, 3]), []))
+    table.take_outcome(second.seq, table.decode(second, reply_to(second, [0, 1, 2], [1, 2, 3]), []))
     third = table.encode(SchedulerOutput(counts, num_drafts={"c": 1}), **IDS, seq=3)
     assert pairs(message_of(third).corrections) == [[2, 4]]
 
@@ -321,7 +321,7 @@ def test_random_steps_with_drafts_mean_the_same_to_a_daemon(seed, accuracy):
     def take_oldest():
         encoded, frames = in_flight.popleft()
         result = table.decode(encoded, *daemon.apply(frames))
-        table.take_outcome(encoded, result)
+        table.take_outcome(encoded.seq, result)
         for name, token in zip(result.req_ids, result.token_ids, strict=True):
             if name in requests:
                 requests[name].known.append(token)

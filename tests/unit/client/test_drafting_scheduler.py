@@ -81,7 +81,7 @@ class DraftingGroup:
     def take(self) -> StepResult:
         output, encoded = self.in_flight.popleft()
         result = self.table.decode(encoded, *self.daemon.apply(encoded.frames))
-        self.table.take_outcome(encoded, result)
+        self.table.take_outcome(encoded.seq, result)
         self.keep(self.scheduler.update_from_output(output, result))
         return result
 

@@ -274,7 +274,7 @@ def test_trace_replaces_a_file(directory):
     target = directory / "trace.json.gz"
     target.write_text("old\n")
     target.chmod(0o640)
-    write_trace(Recorded([], None, 0), target)
+    write_trace(Recorded([], [], 0), target)
     assert json.loads(gzip.decompress(target.read_bytes()))
     assert stat.S_IMODE(target.stat().st_mode) == 0o640
     assert list(directory.iterdir()) == [target]
