@@ -532,7 +532,6 @@ def _store_result(
     row_sum,
     row_max,
     value_scale,
-    out_place,
     place,
     split,
     num_splits,
@@ -541,8 +540,8 @@ def _store_result(
     HEAD_DIM: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Write the rows [BLOCK_M, BLOCK_D] of a running softmax: to out + out_place and lse + place,
-    or those of a split, with their log-sum-exps, to the partial results."""
+    """Write the rows [BLOCK_M, BLOCK_D] of a running softmax: to out, which points at each row, and
+    to lse + place; or those of a split, with their log-sum-exps, to the partial results."""
     dim = tl.arange(0, acc.shape[1])
     divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
     result = acc / divisor[:, None] * value_scale
@@ -552,9 +551,7 @@ def _store_result(
         # Without keys it is still NO_SCORE: such a split has weight zero.
         tl.store(partial_lse + partial, row_max + tl.log2(divisor), mask=is_row)
     else:
-        tl.store(
-            out + out_place[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=inside
-        )
+        tl.store(out + dim[None, :], result.to(out.dtype.element_ty), mask=inside)
         store_log_sum_exp(lse, place, row_max, row_sum, is_row)
 
 
@@ -692,20 +689,28 @@ def _decode_kernel(
             NORMED, WEIGHT_OFFSET, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_M, BLOCK_D,
         )  # fmt: skip
     await_previous(PDL)
-    if (next_token == token) | (QUERIES > 1):
+    if QUERIES > 1:
         _clear_padding(
             out, lse, seq, token, query_start_loc + num_seqs, num_tokens, split, head, inside,
             is_row, out_token_stride, out_head_stride, NUM_Q_HEADS, GROUP, QUERIES, HEAD_DIM,
         )  # fmt: skip
     if next_token == token:
+        if QUERIES == 1:
+            _clear_padding(
+                out, lse, seq, token, query_start_loc + num_seqs, num_tokens, split, head, inside,
+                is_row, out_token_stride, out_head_stride, NUM_Q_HEADS, GROUP, QUERIES, HEAD_DIM,
+            )  # fmt: skip
         return
 
-    q_pos = num_keys - (next_token - token) + query
+    q_pos = num_keys - 1 + query
+    if QUERIES > 1:
+        q_pos += 1 - (next_token - token)
     token = token.to(tl.int64)
-    heads = q + token * q_token_stride
+    heads, results = q + token * q_token_stride, out + token * out_token_stride
     if QUERIES > 1:
         token += query
         heads = q + token[:, None] * q_token_stride
+        results = out + token[:, None] * out_token_stride
     if ROTATES:
         # The last split has the fewest keys of the cache, so it also takes the newest one.
         has_newest = split == num_splits - 1
@@ -732,7 +737,7 @@ def _decode_kernel(
         HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, SOFTCAP, HOLDS, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     _store_result(
-        out, lse, partial_out, partial_lse, acc, row_sum, row_max, value_scale,
-        token * out_token_stride + head * out_head_stride, token * NUM_Q_HEADS + head,
+        results + (head * out_head_stride)[:, None], lse, partial_out, partial_lse,
+        acc, row_sum, row_max, value_scale, token * NUM_Q_HEADS + head,
         split, num_splits, inside, is_row, HEAD_DIM, SPLIT,
     )  # fmt: skip
