@@ -28,7 +28,7 @@ MAX_SAMPLES_PER_SEQ = 255
 MAX_DRAFTS = 31
 """Bound on num_speculative_tokens."""
 
-DraftMethod = Literal["none", "driver", "ngram", "suffix", "draft_model"]
+DraftMethod = Literal["none", "driver", "ngram", "suffix"]
 
 _MOST_DIGITS = 9
 
@@ -142,8 +142,7 @@ class SpeculativeConfig(Value, frozen=True, kw_only=True):
     method: DraftMethod = "none"
     """Source of the drafts. none: steps have none. driver: steps bring them. ngram: the last
     stage's device looks up the request's last tokens in its earlier ones. suffix: also in the
-    tokens of earlier requests. draft_model: a smaller model. Steps may bring drafts with each of
-    these methods."""
+    tokens of earlier requests. Steps may bring drafts with each of these methods."""
     num_speculative_tokens: Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] = 0
     """Most drafts of a request in one step; at least 1 unless method is none."""
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=32)] = 4
@@ -153,8 +152,6 @@ class SpeculativeConfig(Value, frozen=True, kw_only=True):
     """ngram and suffix: the shortest match that gives drafts."""
     max_kept_tokens: Annotated[int, Meta(ge=1024, le=1 << 24)] = 1 << 18
     """suffix: the tokens of earlier requests that are kept, the newest ones."""
-    model: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
-    """draft_model: its directory, as ModelConfig.model."""
 
     @property
     def on_device(self) -> bool:
@@ -164,17 +161,13 @@ class SpeculativeConfig(Value, frozen=True, kw_only=True):
     def find_fault(self) -> tuple[str, object, str, str] | None:
         """Return the first combination of fields that means nothing, as field, value, problem and
         fix; None if there is none."""
-        num, is_model = self.num_speculative_tokens, self.method == "draft_model"
+        num = self.num_speculative_tokens
         if self.method == "none" and num:
             problem, fix = "there is nothing that makes drafts", "give a method, or 0"
             return "num_speculative_tokens", num, problem, fix
         if self.method != "none" and not num:
             problem = f"method {self.method} needs the most drafts of a request in a step"
             return "num_speculative_tokens", num, problem, f"give 1 to {MAX_DRAFTS}"
-        if is_model != (self.model is not None):
-            problem = "method draft_model needs one" if is_model else "only draft_model has one"
-            fix = "name the directory of a smaller model" if is_model else "leave it out"
-            return "model", self.model, problem, fix
         if self.prompt_lookup_min > self.prompt_lookup_max:
             problem = "the shortest match would be longer than the longest"
             fix = f"give at most prompt_lookup_max, {self.prompt_lookup_max}"

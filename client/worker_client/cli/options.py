@@ -203,9 +203,6 @@ def build_run_options(
     prompt_lookup_min: Annotated[
         int, typer.Option(min=1, max=32, help="ngram, suffix: shortest match.")
     ] = 2,
-    speculative_model: Annotated[
-        Path | None, typer.Option(help="draft_model: checkpoint directory of the smaller model.")
-    ] = None,
     block_size: Annotated[int, typer.Option(min=1, max=1024, help="Tokens in a KV block.")] = 16,
     kv_cache_dtype: Annotated[
         str, typer.Option(help="auto (the model's), fp8 (half the memory of bfloat16)")
@@ -296,9 +293,6 @@ def build_run_options(
         ClientConfigError: one of them is invalid.
     """
     _check_bounds(model, gpu_memory_utilization, max_model_len)
-    if speculative_model is not None and not speculative_model.is_dir():
-        given, fix = str(speculative_model), "name a checkpoint directory"
-        raise config_error("speculative_model", given, "no such directory", fix)
     if max_itl_ms is not None:
         check_max_itl_ms(max_itl_ms)
     is_fitted = max_model_len == FIT_MAX_MODEL_LEN
@@ -342,7 +336,6 @@ def build_run_options(
             num_speculative_tokens=num_speculative_tokens,
             prompt_lookup_max=prompt_lookup_max,
             prompt_lookup_min=prompt_lookup_min,
-            model=None if speculative_model is None else str(speculative_model.resolve()),
         ),
     )
     check_speculative(group.speculative)

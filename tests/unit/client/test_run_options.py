@@ -317,22 +317,15 @@ def test_advised_size_of_the_kv_cache_is_an_option(fakes, directory, run):
 
 
 def test_options_of_drafts_are_those_of_the_configuration(tmp_path):
-    draft = tmp_path / "draft"
-    draft.mkdir()
     options = build_run_options(
         model=tmp_path,
-        speculative_method="draft_model",
+        speculative_method="suffix",
         num_speculative_tokens=3,
         prompt_lookup_max=6,
         prompt_lookup_min=1,
-        speculative_model=draft,
     )
     assert options.config.speculative == SpeculativeConfig(
-        method="draft_model",
-        num_speculative_tokens=3,
-        prompt_lookup_max=6,
-        prompt_lookup_min=1,
-        model=str(draft),
+        method="suffix", num_speculative_tokens=3, prompt_lookup_max=6, prompt_lookup_min=1
     )
     assert build_run_options(model=tmp_path).config.speculative == SpeculativeConfig()
 
@@ -342,8 +335,6 @@ def test_options_of_drafts_are_those_of_the_configuration(tmp_path):
     [
         ({"num_speculative_tokens": 2}, "num_speculative_tokens"),
         ({"method": "ngram"}, "num_speculative_tokens"),
-        ({"method": "draft_model", "num_speculative_tokens": 2}, "model"),
-        ({"method": "ngram", "num_speculative_tokens": 2, "model": "/a"}, "model"),
         (
             {"method": "suffix", "num_speculative_tokens": 2, "prompt_lookup_min": 5},
             "prompt_lookup_min",
@@ -354,10 +345,8 @@ def test_settings_of_drafts_that_mean_nothing_together_are_refused(tmp_path, fie
     """By the options, by a group before it loads, and by a daemon."""
     config = SpeculativeConfig(**fields)
     given = {"speculative_method": fields.get("method", "none")} | {
-        name: value for name, value in fields.items() if name not in ("method", "model")
+        name: value for name, value in fields.items() if name != "method"
     }
-    if "model" in fields:
-        given["speculative_model"] = tmp_path
     with pytest.raises(ClientConfigError) as refused:
         build_run_options(model=tmp_path, **given)
     assert refused.value.field == f"speculative.{field}"
@@ -372,14 +361,10 @@ def test_settings_of_drafts_that_mean_nothing_together_are_refused(tmp_path, fie
         check_speculative(config)
 
 
-def test_a_method_or_a_model_that_does_not_exist_is_refused(tmp_path):
-    for fields, field in (
-        ({"speculative_method": "magic"}, "speculative_method"),
-        ({"speculative_model": tmp_path / "none"}, "speculative_model"),
-    ):
-        with pytest.raises(ClientConfigError) as refused:
-            build_run_options(model=tmp_path, **fields)
-        assert refused.value.field == field
+def test_a_method_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(ClientConfigError) as refused:
+        build_run_options(model=tmp_path, speculative_method="magic")
+    assert refused.value.field == "speculative_method"
 
 
 def test_results_say_how_many_drafts_were_accepted():

@@ -112,7 +112,7 @@ def test_a_step_without_samples():
     assert drafter_of(ngram(3)).propose(as_gained([], 3, CPU)).shape == (0, 3)
 
 
-@pytest.mark.parametrize("method", ["none", "driver", "draft_model"])
+@pytest.mark.parametrize("method", ["none", "driver"])
 def test_other_methods_have_no_such_drafter(method):
     config = SpeculativeConfig(method=method, num_speculative_tokens=2)
     assert make_drafter(config, 2, 8, CPU, choose_backend(CPU).texts) is None
