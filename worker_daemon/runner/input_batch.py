@@ -262,7 +262,9 @@ class InputBuilder:
     def lost(self, step: ScheduledStep, later: Bools) -> Unsampled:
         """Return the deferred rows of a step that failed before sampling was possible. later [B]:
         True for these rows."""
-        slots, none = step.slots[later], self._no_column
+        slots, none, has_drafts = step.slots[later], self._no_column, step.drafts is not None
+        if has_drafts:  # other ranks return as much for each row as they have samples
+            slots = np.repeat(slots, step.num_samples[later])
         rows = SampleRows(
             slots_np=slots,
             generations=self._state.generation[slots],
@@ -272,6 +274,7 @@ class InputBuilder:
             token_indices=none,
             positions=none,
             delivery=None,
+            has_drafts=has_drafts,
         )
         return Unsampled(rows, None, none, step.step_values)
 

@@ -179,7 +179,8 @@ class PipelineStage:
         if step.deferred is not None:
             samples &= ~step.deferred
         sends = self._neighbours.outbound is not None
-        has_drafts, num_tokens = step.drafts is not None, step.total_num_tokens
+        num_tokens = step.total_num_tokens
+        has_drafts = step.drafts is not None and bool((step.num_samples[samples] > 1).any())
         self._due = due = _Due(step.slots[samples], has_drafts, step.seq, num_tokens, sends)
         if self._neighbours.inbound is not None:
             due.is_torn = True

@@ -15,6 +15,7 @@ from rpc_schema.sampling import LogprobsWanted
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.pp import STATUS_OK
+from worker_daemon.runner.input_batch import InputBuilder
 from worker_daemon.runner.output import ReplyIdentity, StepReplies
 from worker_daemon.runner.parts.interface import PartContext, StepPart
 from worker_daemon.runner.parts.random_sampling import RandomSamplingPart
@@ -22,6 +23,8 @@ from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.row_tables import RowTables, TorchRowKernels
 from worker_daemon.runner.sample_rows import SampleRows, SamplingInputs, Unsampled
 from worker_daemon.runner.scheduled_step import NO_STEP_VALUES, StepLimits
+from worker_daemon.runner.staging import HostStaging
+from worker_daemon.runner.step_layout import ExactShapes
 from worker_daemon.runner.step_sampler import StepSampler
 from worker_daemon.runner.token_history import SampledTokens
 from worker_daemon.sample.sampler import TorchSampling
@@ -152,3 +155,27 @@ def test_a_refused_token_is_the_newest_of_its_row():
     assert [*reply.num_sampled] == [2, 2, 1]
     assert [history.known_to(slot, 1, 0) for slot in (0, 3)] == [7, 5]
     assert history.between(0, 6, 7).tolist() == [11] and history.between(3, 4, 5).tolist() == [15]
+
+
+def test_lost_rows_have_drafts_where_other_ranks_have_them():
+    """Slot 0 has none. What a rank returns in place of a failed step's tokens has the shape of what
+    the others return, row by row."""
+    limits = StepLimits(5, 40, 30, 50, 4, 30, max_drafts=3)
+    state = request_state(limits)
+    tables = RowTables(limits, CPU, TorchRowKernels())
+    builder = InputBuilder(state, tables, HostStaging(), ExactShapes())
+    message, arrays = admit(
+        [6, 6, 3],
+        [6, 8, 4],
+        num_drafts=int32s(1, 2, 2, 1),
+        draft_token_ids=int32s(7, 8, 9),
+        deferred=bitmap([0, 1, 2]),
+    )
+    step = state.apply(message, arrays)
+    inputs = builder.build(step)
+    lost = builder.lost(step, step.deferred)
+    assert lost.rows.slots_np.tolist() == inputs.sample_rows.slots_np.tolist() == [0, 1, 1, 1, 2, 2]
+    for slots in ([0], [1], [0, 2], [0, 1, 2]):
+        taken = np.flatnonzero(np.isin(lost.rows.slots_np, slots))
+        own = [rows.keep(taken, 0).has_drafts for rows in (lost.rows, inputs.sample_rows)]
+        assert own == [slots != [0]] * 2
