@@ -15,7 +15,13 @@ from worker_client.requests import SamplingParams
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
 SUFFIX = SpeculativeConfig(method="suffix", num_speculative_tokens=4, prompt_lookup_min=1)
 LOOKUPS = {"ngram": NGRAM, "suffix": SUFFIX}
-SHAPES = [(1, 1), (2, 1), exhaustively((3, 1)), exhaustively((1, 2)), (2, 2)]
+USUAL = [("ngram", (2, 1)), ("suffix", (2, 2))]
+OTHERS = [
+    exhaustively(method, shape)
+    for method in LOOKUPS
+    for shape in ((1, 1), (2, 1), (3, 1), (1, 2), (2, 2))
+    if (method, shape) not in USUAL
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +42,14 @@ def repeating(reference, seed, count, max_tokens=24):
     return requests
 
 
-@pytest.mark.parametrize("method", LOOKUPS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("method", "shape"), [*USUAL, *OTHERS])
 def test_greedy_tokens_are_those_of_transformers(serve, reference, method, shape):
     requests = repeating(reference, 1, 6)
     config = {"block_size": 4, "speculative": LOOKUPS[method], "max_num_seqs": 5}
     with serve(reference.path, *shape, reload=True, **config) as (group, loaded):
         run = generate(group, loaded, requests)
         assert_greedy(run, reference, requests)
-        assert sum(record.num_tokens for record in run.driver.records) > 6 * 32
+        assert sum(output.num_accepted for output in run.outputs.values()) > 0
         scarce = generate(group, loaded, requests, num_blocks=22, enable_prefix_caching=False)
         assert_greedy(scarce, reference, requests)
         assert sum(output.num_preemptions for output in scarce.outputs.values()) > 0
@@ -82,11 +87,12 @@ def undrafted(reference, serve):
         return generate(group, loaded, requests).outputs
 
 
-@pytest.mark.parametrize("shape", [(1, 1), exhaustively((2, 1)), exhaustively((1, 2)), (2, 2)])
+@pytest.mark.parametrize("shape", [(1, 1), *map(exhaustively, ((2, 1), (1, 2), (2, 2)))])
 def test_seeded_tokens_and_reports_are_those_without_drafts(serve, reference, undrafted, shape):
     requests = sampled(reference, 3)
     with serve(reference.path, *shape, reload=True, speculative=SUFFIX) as (group, loaded):
         outputs = generate(group, loaded, requests).outputs
+    assert sum(output.num_accepted for output in outputs.values()) > 0
     for request in requests:
         own, alone = outputs[request.id], undrafted[request.id]
         assert own.token_ids == alone.token_ids and own.finish_reason == alone.finish_reason

@@ -288,7 +288,7 @@ class SimulatedDriver:
         """In flight: (rank, frames)."""
         self.replies: list[Frames] = []
         wires = [Wire(self.requests, rank) for rank in range(RANKS)]
-        self.resending = parts.resending(wires, RANKS - 1)
+        self.resending = parts.resending(wires, [RANKS - 1])
         self.pending: dict[int, set[int]] = {}
         """Ranks whose answer is awaited, by seq."""
         self.outcomes: dict[tuple[int, int], bytes] = {}

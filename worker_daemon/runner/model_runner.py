@@ -102,7 +102,7 @@ class SoleStage:
         if not count:
             return self.replies.without_tokens(identity, step.status, step.reports)
         is_greedy = not rows.used | step.step_values.used
-        if is_greedy and step.chosen is not None and not rows.has_several:
+        if is_greedy and step.chosen is not None and not (rows.given or rows.has_drafts):
             sampled = SamplerOutput(step.chosen.greedy[:count], step.reports)
             if rows.delivery is not None and not step.reports:
                 reply = self.replies.of_delivery(identity, rows, rows.delivery)

@@ -86,11 +86,11 @@ class LoadChain:
 
     def initialize_from_config(self, configs: Sequence[KVCacheConfig]) -> None:
         """Allocate every rank's KV cache. configs: one for each rank of the group."""
-        size = len(configs) // self._channel.num_replicas
-        first = self._channel.daemons.ranks[0]
+        num_replicas, ranks = self._channel.num_replicas, self._channel.daemons.ranks
+        size, num_ranks = len(configs) // num_replicas, len(ranks) // num_replicas
 
         def build_for(rank: int) -> partial[lc.InitializeFromConfig]:
-            begin = (rank - first) // size * size
+            begin = (rank - ranks[0]) // num_ranks * size
             own = tuple(configs[begin : begin + size])
             return partial(lc.InitializeFromConfig, kv_cache_configs=own)
 
