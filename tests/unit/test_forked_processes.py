@@ -36,7 +36,11 @@ sys.exit(7)
 
 @pytest.fixture(autouse=True)
 def ready() -> None:
+    """Another test may have started the server in an environment of its own."""
     assert fork_server().is_ready(PATIENCE_S)
+    if not fork_server().suits(os.environ):
+        end_fork_server()
+        assert fork_server().is_ready(PATIENCE_S)
 
 
 @pytest.fixture
