@@ -93,9 +93,8 @@ class DraftChecker:
         if idle.size:
             fix = f"name slots that sample in this step: {slots[samples].tolist()[:8]}"
             raise invalid("num_drafts", int(slots[idle[0]]), fix)
-        named, parts = slots[drafts > 0], self._parts
+        parts = self._parts
         new = [r.slot for r in step.scheduled_new_reqs if parts.may_refuse(r.extensions)]
-        own = np.intersect1d(named, new)
-        if own.size or parts.any_may_refuse(parts.used_by(named)):
-            fix = "no drafts for requests with a feature that refuses tokens"
-            raise invalid("num_drafts", (own if own.size else named).tolist()[:8], fix)
+        if np.isin(new, slots).any() or parts.any_may_refuse(parts.used_by(slots)):
+            fix = "no drafts in a step with a request whose feature refuses tokens"
+            raise invalid("num_drafts", slots[drafts > 0].tolist()[:8], fix)

@@ -144,6 +144,8 @@ class Step:
         """Choose how many drafts each decoding request has, within the token budget."""
         if self._draft_lengths is None or not self.decodes:
             return
+        if any(request.traits.may_refuse for request in self._queues.unfinished.values()):
+            return  # daemons take drafts and refusals in different steps
         for req_id, wanted in self._draft_lengths.choose([*self.decodes.values()]).items():
             count = min(wanted, self._budget)
             if count > 0:

@@ -58,6 +58,21 @@ def message(seq, total=2, **fields):
     )
 
 
+def test_drafts_and_refusals_are_not_of_the_same_step():
+    """A step with drafts verifies: it does not ask a part that may refuse another row's token."""
+    state, first = rows(replace(LIMITS, max_drafts=2))
+    state.parts.admit(first.new_requests)
+    drafted = message(
+        2,
+        total=3,
+        num_scheduled_tokens=int32s([1, 2]),
+        num_drafts=int32s([1, 1]),
+        draft_token_ids=int32s([5]),
+    )
+    with pytest.raises(InvalidStepError, match="refuses tokens"):
+        state.apply(drafted, [])
+
+
 def test_bounds_fall_by_corrections_and_the_device_hears_of_them():
     state, first = rows()
     assert first.corrections.tolist() == [-1, -1]
