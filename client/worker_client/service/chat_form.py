@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from worker_client.requests import RequestOutput
@@ -32,13 +32,12 @@ class ChatChoice:
         self.logprobs: list[JsonObject] = []
         self.finish_reason: str | None = None
 
-    def take(self, part: ChoicePart) -> list[JsonObject]:
-        """Return the deltas of a part."""
+    def take(self, part: ChoicePart) -> Iterator[JsonObject]:
+        """Yield the deltas of a part. Raises HttpError behind those that precede a broken call."""
         pieces = [part.text] if self._split is None else self._split(part)
-        deltas = [self._said(piece) for piece in pieces if self._is_said(piece)]
+        yield from (self._said(piece) for piece in pieces if self._is_said(piece))
         if part.output is not None:
             self.finish_reason = self._reason(part.output)
-        return deltas
 
     def _is_said(self, piece: Piece) -> bool:
         """Say whether a piece belongs to the message. One of a call follows its beginning."""
@@ -106,7 +105,8 @@ class ChatForm:
         """Take a part of an answer that is sent whole."""
         self._usage.take(part)
         choice = self._choices[part.choice]
-        choice.take(part)
+        for _delta in choice.take(part):
+            pass  # the choice keeps them
         choice.logprobs += self._reported(part)
 
     def whole(self) -> JsonObject:
@@ -128,16 +128,15 @@ class ChatForm:
         behind the last one."""
         self._usage.take(part)
         choice = self._choices[part.choice]
-        deltas = choice.take(part)
         reported = self._reported(part)
-        if reported and not deltas:
-            deltas = [{"content": ""}]
         if not choice.has_begun:
             choice.has_begun = True
             yield self._chunk(part.choice, {"role": "assistant", "content": ""})
-        for delta in deltas:
+        for delta in choice.take(part):
             yield self._chunk(part.choice, delta, reported)
             reported = []
+        if reported:
+            yield self._chunk(part.choice, {"content": ""}, reported)
         if part.output is not None:
             yield self._chunk(part.choice, {}, reason=choice.finish_reason)
 

@@ -138,25 +138,27 @@ async def _whole(parts: AsyncGenerator[ChoicePart, None], form: AnswerForm) -> R
 async def _events(
     first: ChoicePart, parts: AsyncGenerator[ChoicePart, None], form: AnswerForm
 ) -> AsyncGenerator[bytes, None]:
-    """Yield server-sent events: chunks, an error if there is one, and the end."""
+    """Yield server-sent events: chunks, those of a part together, an error if there is one, and
+    the end."""
+    made: list[bytes] = []
+    part: ChoicePart | None = first
     async with contextlib.aclosing(parts):
         try:
-            yield _joined(form.chunks(first))
-            async for part in parts:
-                yield _joined(form.chunks(part))
-            yield _joined(form.last_chunks())
+            while part is not None:
+                for chunk in form.chunks(part):
+                    made.append(event(chunk))  # those before a chunk that fails are sent
+                yield b"".join(made)
+                made.clear()
+                part = await anext(parts, None)
+            made.extend(map(event, form.last_chunks()))
         except (HttpError, WorkerDaemonError) as error:
-            yield event(as_http_error(error).body)
-    yield DONE
+            made.append(event(as_http_error(error).body))
+    yield b"".join([*made, DONE])
 
 
 def event(value: JsonObject) -> bytes:
     """Return a server-sent event."""
     return b"data: " + to_json(value) + b"\n\n"
-
-
-def _joined(chunks: Iterable[JsonObject]) -> bytes:
-    return b"".join(map(event, chunks))
 
 
 class EventStream(Response):

@@ -2,16 +2,22 @@
 fields of bodies."""
 
 import asyncio
+import json
+from types import SimpleNamespace
 from typing import Annotated
 
 import msgspec
 import pytest
 
 from worker_client.errors import RequestError
+from worker_client.requests import GenerationRequest
 from worker_client.service.admission import Admission
+from worker_client.service.chat_form import ChatChoice, ChatForm
+from worker_client.service.engine import ChoicePart
 from worker_client.service.errors import HttpError, error_body
 from worker_client.service.fields import BodyFields
-from worker_client.service.streaming import EventStream
+from worker_client.service.streaming import EventStream, StreamOptions, Usage, answer
+from worker_client.service.tool_calls import ToolCallStream, ToolForm
 
 WRITE_S = 0.1
 
@@ -93,6 +99,49 @@ def test_a_client_that_has_left_before_the_first_event_frees_its_source():
 def test_a_client_that_takes_nothing_more_is_aborted():
     client, is_closed = serve(lambda: Client(lambda number: number < 3), 10**6)
     assert is_closed and client.was_aborted and len(client.bodies) == 3
+
+
+def events_of(*pushed):
+    """The events of a chat whose model writes these texts, each of which comes as one part."""
+    request = GenerationRequest("r", [1], 64)
+    split = ToolCallStream(ToolForm.HERMES, ["add"], in_parts=True)
+    choice = ChatChoice(lambda part: split.push(part.text), lambda: "id", None)
+    form = ChatForm("m", Usage([request]), [choice], StreamOptions(True, False, False), None)
+
+    async def main():
+        client = Client()
+
+        async def parts(_):
+            for text in pushed:
+                yield ChoicePart(0, text, [], None, None, None)
+
+        admission = Admission()
+        admission.open(1)
+        state = SimpleNamespace(ticket=admission.ticket())
+        http = SimpleNamespace(state=state, receive=client.receive)
+        settings = SimpleNamespace(write_s=WRITE_S)
+        context = SimpleNamespace(engine=SimpleNamespace(parts=parts), settings=settings)
+        response = await answer(http, context, [request], form, {}, stream=True)
+        await response({"state": {"abort": client.abort}}, client.receive, client.send)
+        return b"".join(client.bodies).decode().split("\n\n")
+
+    *events, done, end = asyncio.run(main())
+    assert (done, end) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_an_error_follows_all_that_precedes_it(size):
+    """However much of the text comes at once."""
+    text = 'Look.<tool_call>\n{"name": "add", "arguments": {"a": Oslo}}\n</tool_call>'
+    *chunks, last = events_of(*(text[at : at + size] for at in range(0, len(text), size)))
+    assert last["error"]["code"] == "malformed_tool_call"
+    role, *deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert role == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == "Look."
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert calls[0]["function"]["name"] == "add"
+    assert "".join(call["function"]["arguments"] for call in calls) == '{"a": Oslo}'
 
 
 def test_tickets_bound_what_is_unfinished():
