@@ -43,6 +43,11 @@ class Switch:
         self.inner: Drafter | None = None
         self._num_drafts = num_drafts
 
+    @property
+    def follower(self) -> None:
+        """See Drafter."""
+        return None
+
     def begin(self, slots: Sequence[int], tokens: Sequence[Int32s]) -> None:
         """See Drafter."""
         if self.inner is not None:

@@ -70,6 +70,11 @@ class ReplayDrafter:
         """int64 [S + 1]: the end of each row's recording."""
         self._ahead = torch.arange(limits.num_drafts, device=device)
 
+    @property
+    def follower(self) -> None:
+        """See Drafter."""
+        return None
+
     def begin(self, slots: Sequence[int], tokens: Sequence[Int32s]) -> None:
         """See Drafter."""
         if not slots:

@@ -28,7 +28,7 @@ MAX_SAMPLES_PER_SEQ = 255
 MAX_DRAFTS = 31
 """Bound on num_speculative_tokens."""
 
-DraftMethod = Literal["none", "driver", "ngram", "suffix"]
+DraftMethod = Literal["none", "driver", "ngram", "suffix", "draft_model"]
 
 _MOST_DIGITS = 9
 
@@ -142,7 +142,8 @@ class SpeculativeConfig(Value, frozen=True, kw_only=True):
     method: DraftMethod = "none"
     """Source of the drafts. none: steps have none. driver: steps bring them. ngram: the last
     stage's device looks up the request's last tokens in its earlier ones. suffix: also in the
-    tokens of earlier requests. Steps may bring drafts with each of these methods."""
+    tokens of earlier requests. draft_model: a smaller model on the last stage's devices. Steps may
+    bring drafts with each of these methods."""
     num_speculative_tokens: Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] = 0
     """Most drafts of a request in one step; at least 1 unless method is none."""
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=32)] = 4
@@ -152,6 +153,9 @@ class SpeculativeConfig(Value, frozen=True, kw_only=True):
     """ngram and suffix: the shortest match that gives drafts."""
     max_kept_tokens: Annotated[int, Meta(ge=1024, le=1 << 24)] = 1 << 18
     """suffix: the tokens of earlier requests that are kept, the newest ones."""
+    model: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+    """draft_model: directory of the draft model, like ModelConfig.model. It has the same
+    vocabulary, and its dtype is found like that of the model for which it drafts."""
 
     @property
     def on_device(self) -> bool:
@@ -172,6 +176,11 @@ class SpeculativeConfig(Value, frozen=True, kw_only=True):
             problem = "the shortest match would be longer than the longest"
             fix = f"give at most prompt_lookup_max, {self.prompt_lookup_max}"
             return "prompt_lookup_min", self.prompt_lookup_min, problem, fix
+        if self.method == "draft_model" and self.model is None:
+            return "model", None, "method draft_model needs a draft model", "name its directory"
+        if self.method != "draft_model" and self.model is not None:
+            problem, fix = f"method {self.method} has no model", "leave it out, or draft_model"
+            return "model", self.model, problem, fix
         return None
 
 

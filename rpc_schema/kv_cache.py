@@ -61,6 +61,8 @@ class KVPages(Value, frozen=True, kw_only=True, tag=1):
     dtype: DType
     bytes_per_token: Positive
     sliding_window: Positive | None = None
+    is_draft: bool = False
+    """True for a layer of the draft model: see LayerGroup.drafts."""
 
     @property
     def token_shape(self) -> tuple[int, ...]:
@@ -79,6 +81,8 @@ class LatentPages(Value, frozen=True, kw_only=True, tag=2):
     dtype: DType
     bytes_per_token: Positive
     sliding_window: Positive | None = None
+    is_draft: bool = False
+    """See KVPages."""
 
     @property
     def token_shape(self) -> tuple[int, ...]:
@@ -135,6 +139,11 @@ class KVCacheConfig(Value, frozen=True, kw_only=True):
     checkpoint_blocks: Count = 0
     """Blocks of the first group from a border to the next; 0: there are no checkpoints. The same on
     all ranks."""
+    draft_layers: tuple[Name, ...] = ()
+    """Layers of the draft model on this rank, in the order of their memory: see
+    LayerGroup.drafts."""
+    draft_bytes: Unsigned = 0
+    """Size of all their pages, num_blocks of each."""
 
 
 class BlockGroup(NamedTuple):
@@ -155,6 +164,14 @@ class LayerKind(NamedTuple):
     token_shape: tuple[int, ...]
 
 
+class DraftPages(NamedTuple):
+    """The pages of a rank's draft model."""
+
+    layer_names: tuple[str, ...] = ()
+    bytes_per_token: int = 0
+    """Of all layers together."""
+
+
 class LayerGroup(NamedTuple):
     """A group of a plan for all ranks."""
 
@@ -162,6 +179,10 @@ class LayerGroup(NamedTuple):
     kind: LayerKind
     layer_names: tuple[tuple[str, ...], ...]
     """Layers of each rank."""
+    drafts: tuple[DraftPages, ...] = ()
+    """The first group: what each rank's draft model keeps; empty without one. Its layers use the
+    group's block table, so that drafts need no blocks of their own: each has further pages, of its
+    own size, with the numbers of all blocks."""
 
 
 class UnequalPages(ValueError):
@@ -296,10 +317,17 @@ def plan_groups(
     take no memory. They hold block_size tokens each if a layer asks for checkpoints, otherwise
     max_model_len.
 
+    Layers of a draft model are left out too. If there are some, the first group has no window, and
+    has them besides.
+
     Raises:
         UnequalPages: pages of different kinds cannot be made equal.
     """
-    paged = [[layer for layer in rank if not isinstance(layer, RowState)] for rank in ranks]
+    drafts = tuple(map(_draft_pages, ranks))
+    paged = [
+        [layer for layer in rank if not (isinstance(layer, RowState) or layer.is_draft)]
+        for rank in ranks
+    ]
     if not any(paged):
         nothing = LayerKind(None, "none", 0, "NHD", ())
         size = block_size if _asked_checkpoints(ranks) else max_model_len
@@ -313,13 +341,32 @@ def plan_groups(
         )
         for longest in (max_model_len, 0)
     ]
-    return min(cuts, key=lambda cut: (cut.cost, len(cut.groups))).groups
+    if not any(each.layer_names for each in drafts):
+        return min(cuts, key=_cut_order).groups
+    first, *others = min((cut for cut in cuts if cut.keeps_all), key=_cut_order).groups
+    return (first._replace(drafts=drafts), *others)
+
+
+def _draft_pages(layers: Sequence[KVCacheSpec]) -> DraftPages:
+    own = [layer for layer in layers if not isinstance(layer, RowState) and layer.is_draft]
+    return DraftPages(
+        tuple(layer.layer_name for layer in own), sum(layer.bytes_per_token for layer in own)
+    )
 
 
 class _Cut(NamedTuple):
     groups: tuple[LayerGroup, ...]
     cost: int
     """Return the bytes of the longest request, on the rank where it takes the most."""
+
+    @property
+    def keeps_all(self) -> bool:
+        """True if the first group has no window. Without any windows that is so."""
+        return self.groups[0].blocks.window is None
+
+
+def _cut_order(cut: _Cut) -> tuple[int, int]:
+    return cut.cost, len(cut.groups)
 
 
 def _cut(
@@ -388,9 +435,19 @@ def _part(names: Sequence[str], index: int, number: int) -> tuple[str, ...]:
 
 
 def bytes_per_block(groups: Sequence[LayerGroup], rank: int) -> int:
-    """Return the bytes of a block on a rank: a page in each of its tensors."""
+    """Return the bytes of a block on a rank: a page in each of its tensors, and those of its draft
+    model."""
+    return _page_bytes(groups, rank) + _draft_bytes(groups, rank)
+
+
+def _page_bytes(groups: Sequence[LayerGroup], rank: int) -> int:
     page = max(group.blocks.block_size * group.kind.bytes_per_token for group in groups)
     return page * max(len(group.layer_names[rank]) for group in groups)
+
+
+def _draft_bytes(groups: Sequence[LayerGroup], rank: int) -> int:
+    first = groups[0]
+    return first.blocks.block_size * first.drafts[rank].bytes_per_token if first.drafts else 0
 
 
 def _asked_checkpoints(ranks: Sequence[Sequence[KVCacheSpec]]) -> int | None:
@@ -519,8 +576,10 @@ def build_kv_cache_config(
             )
             for group in groups
         ),
-        size_bytes=num_blocks * bytes_per_block(groups, rank),
+        size_bytes=num_blocks * _page_bytes(groups, rank),
         state_layers=states.layer_names,
         state_bytes=states.bytes_with(num_checkpoints(num_blocks, checkpoint_blocks)),
         checkpoint_blocks=checkpoint_blocks,
+        draft_layers=groups[0].drafts[rank].layer_names if groups[0].drafts else (),
+        draft_bytes=num_blocks * _draft_bytes(groups, rank),
     )

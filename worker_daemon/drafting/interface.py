@@ -1,15 +1,17 @@
 """The interface of a drafter: it follows the rows' tokens on the device that samples them, and
 proposes the next ones.
 
-Shapes: S rows, Q sequences that sampled in a step, K num_speculative_tokens.
+Shapes: S rows, Q sequences that sampled in a step, K num_speculative_tokens, N tokens of a step
+with its padding, H hidden size and V vocabulary of the target.
 """
 
-from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
 from worker_daemon.contracts.arrays import Int32s
+from worker_daemon.contracts.attention import AttentionMetadata
 
 NO_PROPOSAL: Final = 0
 """In place of a draft. It is a token: a step that is given it as a draft verifies it like any
@@ -26,11 +28,47 @@ class Gained(NamedTuple):
     NO_TOKEN has failed."""
     counts: Tensor
     """int32 [Q] tokens gained, 0 to 1 + K."""
+    ends: "RowEnds | None" = None
+    """Set for a StepFollower alone."""
+
+
+class RowEnds(NamedTuple):
+    """What a model needs to go on from the last tokens that rows have gained."""
+
+    positions: Tensor
+    """int32 [Q]: position of each row's last token; any number if it has gained none."""
+    longest: int
+    """Upper bound of the positions, known to the host."""
+    choose: "Choose"
+
+
+class ComputedStep(NamedTuple):
+    """A step's forward pass through the target. Device tensors at fixed addresses, as a graph may
+    hold the pass; valid until the next step runs."""
+
+    token_ids: Tensor
+    """int64 [N]"""
+    hidden: Tensor
+    """[N, H] the last layer's output, in the target's dtype."""
+    positions: Tensor
+    """int32 [N]"""
+    metadata: AttentionMetadata
+    """Of the first KV group."""
+
+
+Choose: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""Chooses tokens int64 [Q] from logits [Q, V] for positions int32 [Q], by the sampling parameters
+and the noise of the rows; NO_TOKEN where logits are NaN. Every rank of a stage makes the same
+calls. Never waits for the device."""
 
 
 class Drafter(Protocol):
     """Makes drafts on the last stage. Every rank of a tensor-parallel stage has one, and they
     propose the same. Used on the step thread only."""
+
+    @property
+    def follower(self) -> "StepFollower | None":
+        """The drafter itself, if it is a model; otherwise None."""
 
     def begin(self, slots: Sequence[int], tokens: Sequence[Int32s]) -> None:
         """Begin to follow new requests in these rows, each with all tokens that it has. A request
@@ -42,3 +80,16 @@ class Drafter(Protocol):
 
     def forget(self) -> None:
         """Drop all rows: before a new driver, or new weights."""
+
+
+class StepFollower(Drafter, Protocol):
+    """A drafter that is a model: it computes what the target has computed."""
+
+    def follow(self, step: ComputedStep) -> None:
+        """Compute a step's tokens after the target. A CUDA graph may hold the launches, which
+        depend on the step's shapes alone."""
+
+
+MakeDrafter: TypeAlias = Callable[[Tensor], Drafter | None]
+"""Makes the drafter of a runner from its rows' block table in the first KV group, int32 [S + 1,
+max_blocks]."""

@@ -35,6 +35,11 @@ class NgramDrafter:
             config.prompt_lookup_max, config.prompt_lookup_min, limits.num_drafts
         )
 
+    @property
+    def follower(self) -> None:
+        """See Drafter."""
+        return None
+
     @staticmethod
     def num_bytes(config: SpeculativeConfig, limits: DraftLimits) -> int:
         """Return the device memory that a drafter takes."""

@@ -63,7 +63,7 @@ class RowTexts:
 
     def gain(self, gained: Gained) -> None:
         """Append what the rows have gained."""
-        self._kernels.append(self.table, *gained)
+        self._kernels.append(self.table, gained.rows, gained.token_ids, gained.counts)
 
     def continuations(self, rows: Tensor, matching: Matching) -> Tensor:
         """Return int64 [Q, K] for rows int32 [Q]: see TextKernels.continue_texts."""

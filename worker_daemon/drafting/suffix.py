@@ -47,6 +47,11 @@ class SuffixDrafter:
         self._kept = _empty_table(_num_pages(config), limits.max_num_seqs + 1, device)
         self._num_begun = 0
 
+    @property
+    def follower(self) -> None:
+        """See Drafter."""
+        return None
+
     @staticmethod
     def num_bytes(config: SpeculativeConfig, limits: DraftLimits) -> int:
         """Return the device memory that a drafter takes."""
@@ -67,7 +72,7 @@ class SuffixDrafter:
     def propose(self, gained: Gained) -> Tensor:
         """See Drafter."""
         self._texts.gain(gained)
-        self._kernels.keep(self._kept, *gained)
+        self._kernels.keep(self._kept, gained.rows, gained.token_ids, gained.counts)
         return self._kernels.vote(self._texts.table, self._kept, gained.rows, self._matching)
 
     def forget(self) -> None:

@@ -1,7 +1,7 @@
 """Specs of what a layer keeps in the KV cache."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -33,6 +33,10 @@ class KVLayerSpec:
         """Return the shape of the values of a block's tokens, K first."""
         return 2, block_size, self.num_kv_heads, self.head_dim
 
+    def named(self, name: str) -> "KVLayerSpec":
+        """Return the spec under another name."""
+        return replace(self, name=name)
+
 
 @dataclass(frozen=True, slots=True)
 class LatentLayerSpec:
@@ -58,6 +62,10 @@ class LatentLayerSpec:
     def page_shape(self, block_size: int) -> tuple[int, ...]:
         """Return the shape of the values of a block's tokens."""
         return block_size, self.width
+
+    def named(self, name: str) -> "LatentLayerSpec":
+        """Return the spec under another name."""
+        return replace(self, name=name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.pp import HopShape, StageInbound, StageOutbound
 from worker_daemon.distributed.tokens import TokenBroadcast
 from worker_daemon.distributed.tp import TensorParallel
-from worker_daemon.drafting.interface import Drafter
+from worker_daemon.drafting.interface import MakeDrafter
 from worker_daemon.kernels.tiles import DeviceLimits, length_bounds
 from worker_daemon.layers.cache_spec import KVLayerSpec, StateLayerSpec
 from worker_daemon.lora.adapters import Adapters
@@ -66,9 +66,9 @@ class RunnerParts:
     open_staging: OpenStaging
     processors: Mapping[str, MakeLogitsProcessor]
     find_upload: FindUpload
+    make_drafter: MakeDrafter
+    """Makes the drafter of the last stage; returns None on the others."""
     adapters: Adapters | None = None
-    drafter: Drafter | None = None
-    """The last stage's."""
 
     @property
     def depth(self) -> int:
@@ -108,12 +108,15 @@ def assemble_runner(
     buffers = parts.open_staging(
         staging_capacity(state), most_samples, parts.depth, delivers=is_sole
     )
-    inputs = InputBuilder(state, tables, buffers, ExactShapes(), parts.drafter)
+    drafter = parts.make_drafter(tables.group_tables[0])
+    follower = None if drafter is None else drafter.follower
+    inputs = InputBuilder(state, tables, buffers, ExactShapes(), drafter)
     history = _token_history(parts, state)
     waits = None if is_sole else input_waits(parts.device)
     logits = parts.stage.new_logits(most_samples) if parts.stage.samples else None
+    tokens = buffers if is_sole else None
     return ModelRunner(
-        EagerProgram(parts.stage, tables, kv, step_parts, buffers if is_sole else None, logits),
+        EagerProgram(parts.stage, tables, kv, step_parts, tokens, logits, follower),
         state,
         inputs,
         tie_stage(parts, link, state, inputs, waits, history),

@@ -1,14 +1,18 @@
 """The KV cache's memory: one allocation for all layers of this rank, split into the states of
-requests and tensors of pages. Each tensor of pages serves one layer of every group."""
+requests, tensors of pages, and the pages of a draft model. Each of the tensors serves one layer of
+every group."""
 
+import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from rpc_schema.errors import CapacityError
 from rpc_schema.kv_cache import (
+    STATE_ALIGNMENT,
     KVCacheConfig,
     KVCacheGroup,
     KVCacheSpec,
@@ -36,9 +40,34 @@ class LayerKV(NamedTuple):
     states."""
 
 
+class KVMemory(NamedTuple):
+    """The memory of a rank's layers."""
+
+    layers: list[LayerKV]
+    """One for each local layer."""
+    drafts: list[Tensor]
+    """[num_blocks, *page shape] for each layer of the draft model, by the first group's blocks."""
+
+
+class DraftLayers(NamedTuple):
+    """What a draft model on this rank keeps."""
+
+    specs: tuple[PageSpec, ...] = ()
+    dtype: torch.dtype = torch.float32
+
+
+NO_DRAFT_LAYERS: Final = DraftLayers()
+
+
 def describe_layers(layers: Sequence[CacheSpec], dtype: torch.dtype) -> tuple[KVCacheSpec, ...]:
     """Return one KVCacheSpec per local layer. dtype: of pages."""
     return tuple(_describe(layer, dtype) for layer in layers)
+
+
+def describe_drafts(drafts: DraftLayers) -> tuple[KVCacheSpec, ...]:
+    """Return one KVCacheSpec per layer of a draft model."""
+    described = (_describe(layer, drafts.dtype) for layer in drafts.specs)
+    return tuple(structs.replace(spec, is_draft=True) for spec in described)
 
 
 def _describe(layer: CacheSpec, dtype: torch.dtype) -> KVCacheSpec:
@@ -79,7 +108,8 @@ def allocate_kv_caches(
     dtype: torch.dtype,
     max_num_seqs: int,
     make_zeros: Callable[[int, torch.dtype], Tensor],
-) -> list[LayerKV]:
+    drafts: DraftLayers = NO_DRAFT_LAYERS,
+) -> KVMemory:
     """Return zeroed caches, one per layer, in memory from make_zeros(number of elements, dtype).
     dtype: of pages. max_num_seqs: request rows, for which layers with states have memory.
 
@@ -90,9 +120,12 @@ def allocate_kv_caches(
         CapacityError: the device has too little memory.
     """
     _check_plan(config, layers, dtype, max_num_seqs)
+    _check_drafts(config, drafts)
     if not layers:
-        return []
-    size_bytes = config.state_bytes + config.size_bytes
+        return KVMemory([], [])
+    own_bytes = config.state_bytes + config.size_bytes
+    draft_start = -(-own_bytes // STATE_ALIGNMENT) * STATE_ALIGNMENT
+    size_bytes = draft_start + config.draft_bytes if drafts.specs else own_bytes
     try:
         arena = make_zeros(size_bytes, torch.uint8)
     except (RuntimeError, MemoryError, CapacityError) as error:
@@ -108,8 +141,19 @@ def allocate_kv_caches(
             fix="plan fewer blocks",
         ) from None
     caches = _states(arena[: config.state_bytes], layers, _num_states(config, max_num_seqs))
-    caches |= _pages(arena[config.state_bytes :].view(dtype), config, layers)
-    return [caches[layer.name] for layer in layers]
+    caches |= _pages(arena[config.state_bytes : own_bytes].view(dtype), config, layers)
+    memory = [caches[layer.name] for layer in layers]
+    return KVMemory(memory, _draft_pages(arena[draft_start:], config, drafts))
+
+
+def _draft_pages(memory: Tensor, config: KVCacheConfig, drafts: DraftLayers) -> list[Tensor]:
+    """Return the pages of a draft model's layers, one layer after the other. memory: uint8."""
+    if not drafts.specs:
+        return []
+    block_size = groups_of(config)[0].block_size
+    shapes = [(config.num_blocks, *layer.page_shape(block_size)) for layer in drafts.specs]
+    pieces = torch.split(memory.view(drafts.dtype), [math.prod(shape) for shape in shapes])
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _num_states(config: KVCacheConfig, max_num_seqs: int) -> int:
@@ -194,6 +238,26 @@ def _check_plan(
         problem = "the plan's size does not follow from its blocks"
         fix = f"{config.num_blocks} blocks of {config.block_size} tokens take {expected} bytes"
         raise config_error("kv_cache_config.size_bytes", config.size_bytes, problem, fix)
+
+
+def _check_drafts(config: KVCacheConfig, drafts: DraftLayers) -> None:
+    names = tuple(layer.name for layer in drafts.specs)
+    if config.draft_layers != names:
+        problem = "the plan names other layers of a draft model than this rank has"
+        raise config_error("kv_cache_config.draft_layers", config.draft_layers, problem, f"{names}")
+    if not names:
+        return
+    first = groups_of(config)[0]
+    if first.window is not None:
+        problem = "the draft model reads all tokens by the block table of the first group"
+        raise config_error("kv_cache_config.groups", first.window, problem, "one without a window")
+    per_token = sum(layer.token_values for layer in drafts.specs) * drafts.dtype.itemsize
+    expected = config.num_blocks * first.block_size * per_token
+    if config.draft_bytes != expected:
+        problem = "the pages of the draft model have another size"
+        raise config_error(
+            "kv_cache_config.draft_bytes", config.draft_bytes, problem, f"{expected}"
+        )
 
 
 def _check_borders(config: KVCacheConfig) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from worker_daemon.contracts.arrays import Int32s
 from worker_daemon.contracts.attention import AttentionMetadata
+from worker_daemon.drafting.interface import ComputedStep, StepFollower
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.input_batch import StepInputs
 from worker_daemon.runner.kv_cache import LayerKV
@@ -47,11 +48,13 @@ class EagerProgram:
         parts: StepParts,
         tokens: Staging | None,
         logits: Tensor | None,
+        follower: StepFollower | None = None,
     ) -> None:
         """kv: one for each local layer, or none under NullAttention. tokens: receives the most
         likely tokens at once, if this stage embeds them in the next step; None if other stages do,
         which receive the sampled tokens. logits: receives those of each step (SamplingInputs), of
-        as many rows as can sample; None on a stage that does not sample."""
+        as many rows as can sample; None on a stage that does not sample. follower: the draft model
+        of the last stage, if there is one."""
         self._kv = kv
         self._kv_caches = [layer.cache for layer in kv]
         self._layer_groups = [layer.group for layer in kv] or [0] * stage.num_layers
@@ -61,13 +64,16 @@ class EagerProgram:
         self._tables = tables
         self._tokens = tokens
         self._logits = logits
+        self._follower = follower
 
     def compile_subset(self) -> "EagerProgram":
         """Return a program that launches the same kernels for a few layers only, to compile and
         load them."""
         stage, kept = self._stage.compile_subset()
         kv = [self._kv[index] for index in kept] if self._kv else ()
-        return EagerProgram(stage, self._tables, kv, self._parts, self._tokens, self._logits)
+        return EagerProgram(
+            stage, self._tables, kv, self._parts, self._tokens, self._logits, self._follower
+        )
 
     def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
         inputs.packed.take()
@@ -93,6 +99,9 @@ class EagerProgram:
                 self._parts.forward_ended(used)
         if used:
             hidden = self._parts.after_forward(used, hidden, columns)
+        if self._follower is not None:
+            computed = ComputedStep(gathered.token_ids, hidden, columns.positions, by_group[0])
+            self._follower.follow(computed)
         return StageOutput(hidden, self._choose(hidden, columns, gathered.token_ids))
 
     @torch.inference_mode()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rpc_schema.step import NO_TOKEN
 from worker_daemon.device.pinned import upload
-from worker_daemon.drafting.interface import Drafter, Gained
+from worker_daemon.drafting.interface import Drafter, Gained, RowEnds
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.parts.step_parts import SamplerOutput, StepParts
 from worker_daemon.runner.report import Report
@@ -92,9 +92,21 @@ class StepSampler:
         gained = sampled.gained
         if gained is None:
             gained = self._one_each(rows, sampled)
+        if self.drafter.follower is not None:
+            gained = gained._replace(ends=self._ends(rows, sampled.refused))
         drafts = self.drafter.propose(gained)
         self._tables.drafts[gained.rows.long()] = drafts
         return drafts
+
+    def _ends(self, rows: SampleRows, refused: Tensor | None) -> RowEnds:
+        """Return where rows end. refused: see SamplerOutput."""
+        own = rows.newest()
+        positions = own.positions if refused is None else own.positions - refused
+
+        def choose(logits: Tensor, at: Tensor) -> Tensor:
+            return self._parts.chooser.choose(logits, own._replace(positions=at))
+
+        return RowEnds(positions, int(own.positions_np.max(initial=0)), choose)
 
     def _one_each(self, rows: SampleRows, sampled: SamplerOutput) -> Gained:
         """Return what rows gain in a step without drafts."""

@@ -1,4 +1,4 @@
-"""Builds and fills this rank's stage for a LoadModel request. The stage belongs to the worker."""
+"""Loads a model for a LoadModel request, and again in place. The model belongs to the worker."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,24 +13,21 @@ from rpc_schema.config import (
     CacheConfig,
     LoraConfig,
     ModelConfig,
-    ParallelConfig,
     WorkerConfig,
 )
 from rpc_schema.errors import CapacityError, WorkerError
 from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
 from rpc_schema.lifecycle import MemoryTag, SleepLevel
-from worker_daemon.backend import Backend
 from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.contracts.logits_processor import MakeLogitsProcessor
 from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.device.failures import FailureKind, drop_scratch, failure_kind, out_of_memory
 from worker_daemon.device.init import supports
-from worker_daemon.distributed.parallel_state import ParallelState
-from worker_daemon.distributed.tp import SingleRank, TensorParallel
+from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.errors import config_error
 from worker_daemon.layers.adapters import AdapterLayout, new_layout
-from worker_daemon.layers.attention import HeadSizes, NullAttention
-from worker_daemon.layers.attention_choice import ChosenAttention, choose_attention
+from worker_daemon.layers.attention import NullAttention
+from worker_daemon.layers.attention_choice import ChosenAttention
 from worker_daemon.layers.rotary import rotary_table
 from worker_daemon.lora.adapter_files import AdapterFormat, adapter_stamps
 from worker_daemon.lora.adapters import Adapters
@@ -39,29 +36,28 @@ from worker_daemon.lora.host_store import HostStore
 from worker_daemon.lora.reader import AdapterReader
 from worker_daemon.models.decoder import (
     DecoderStage,
-    checkpoint_names,
     checkpoint_pieces,
     whole_model,
 )
 from worker_daemon.models.description import DecoderConfig, LayerSpec
 from worker_daemon.models.file_identity import NO_STAMPS
-from worker_daemon.models.int4_order import load_orders, reset_orders
-from worker_daemon.models.kv_scales import load_kv_scales
 from worker_daemon.models.partition import check_partition, partition_layers
-from worker_daemon.models.saved_set import LOAD_FORMATS, GroupShape, load_saved
+from worker_daemon.models.saved_set import GroupShape
 from worker_daemon.models.saving import RankWeights
-from worker_daemon.models.tensorized import read_tensorized, require_tensorizer
+from worker_daemon.models.tensorized import require_tensorizer
 from worker_daemon.models.weight_state import WeightState
 from worker_daemon.models.weights import (
-    LoadProgress,
-    LoadReport,
     WriteObserver,
     check_checkpoint,
-    load_dummy_weights,
-    load_weights,
 )
-from worker_daemon.phases import LONG_OPERATION_S, SetPhase
-from worker_daemon.runner.kv_cache import LayerKV, allocate_kv_caches, describe_layers
+from worker_daemon.phases import SetPhase
+from worker_daemon.runner.kv_cache import (
+    KVMemory,
+    allocate_kv_caches,
+    describe_drafts,
+    describe_layers,
+)
+from worker_daemon.worker.draft_model import DraftModel, build_draft, draft_layers, find_draft
 from worker_daemon.worker.logits_processors import find_logits_processors
 from worker_daemon.worker.model_identity import ModelFiles
 from worker_daemon.worker.resolve import (
@@ -71,53 +67,14 @@ from worker_daemon.worker.resolve import (
     check_speculative,
     confine_directory,
     resolve_cache_dtype,
-    resolve_config,
-    resolve_model,
 )
-from worker_daemon.worker.sleep_memory import TaggedMemory, open_memory
+from worker_daemon.worker.sleep_memory import HeldStage, TaggedMemory, open_memory
+from worker_daemon.worker.stage_loading import RankPlace, Roots, choose_stage_attention, fill_stage
 
 _LOG = logging.getLogger(__name__)
-_PROGRESS_EVERY_S = 1.0
-_MAX_NAMES = 16
-"""Limit on tensor names in a log line."""
 _FP8_HEAD_MULTIPLE = 16
 """The kernels read heads in units of 16 bytes."""
 _FIT = "more pipeline stages or tensor ranks, or free memory and load again"
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlace:
-    """A rank's place in its group, and its device."""
-
-    device: torch.device
-    config: ParallelConfig
-    parallel: ParallelState
-    tp: TensorParallel
-    backend: Backend
-
-
-@dataclass(frozen=True, slots=True)
-class Roots:
-    """The directories of models."""
-
-    model_roots: Sequence[Path]
-    save_root: Path | None
-    """Saved sets may be there too."""
-    lora_roots: Sequence[Path] = ()
-    """Directories of LoRA adapters; none: adapters are refused."""
-
-    def resolve(self, config: ModelConfig) -> ResolvedModel:
-        """Find a model. Raises ConfigError and CheckpointError as resolve_model does."""
-        return resolve_model(config, self._of(config))
-
-    def find(self, config: ModelConfig) -> ResolvedModel:
-        """Find a model by its configuration alone. Raises as resolve_config does."""
-        return resolve_config(config, self._of(config))
-
-    def _of(self, config: ModelConfig) -> Sequence[Path]:
-        if config.load_format not in LOAD_FORMATS.values() or self.save_root is None:
-            return self.model_roots
-        return (self.save_root, *self.model_roots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +96,8 @@ class LoadedModel:
     """None if it was loaded without LoRA adapters."""
     processors: Mapping[str, MakeLogitsProcessor] = field(default_factory=dict)
     """Custom logits processors that requests may ask for."""
+    draft: DraftModel | None = None
+    """The draft model, on the last stage."""
 
     def limited_to(self, max_model_len: int) -> "LoadedModel":
         """Return the model with another length limit, at most the one that it was loaded with.
@@ -184,7 +143,14 @@ class LoadedModel:
     @property
     def kv_cache_specs(self) -> tuple[KVCacheSpec, ...]:
         """The KV layers of this stage and shard, in wire types."""
-        return describe_layers(self.stage.kv_layer_specs, self.cache_dtype)
+        own = describe_layers(self.stage.kv_layer_specs, self.cache_dtype)
+        return own + describe_drafts(draft_layers(self.draft))
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of all parameters on this rank."""
+        own = self.stage.num_parameters_bytes
+        return own if self.draft is None else own + self.draft.stage.num_parameters_bytes
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -193,10 +159,17 @@ class LoadedModel:
 
     def allocate_kv_caches(
         self, plan: KVCacheConfig, make_zeros: Callable[[int, torch.dtype], torch.Tensor]
-    ) -> list[LayerKV]:
+    ) -> KVMemory:
         """Return zeroed caches. Raises: see runner.kv_cache.allocate_kv_caches."""
         rows, specs = self.config.scheduler.max_num_seqs, self.stage.kv_layer_specs
-        return allocate_kv_caches(plan, specs, self.cache_dtype, rows, make_zeros)
+        drafts = draft_layers(self.draft)
+        return allocate_kv_caches(plan, specs, self.cache_dtype, rows, make_zeros, drafts)
+
+    def attend(self, *, is_real: bool) -> None:
+        """Use the layers' attention from now on, or one that computes nothing."""
+        self.stage.set_attention(self.attention.backend if is_real else NullAttention())
+        if self.draft is not None:
+            self.draft.attend(is_real=is_real)
 
 
 def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPhase) -> LoadedModel:
@@ -221,14 +194,22 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
     has_fp8_cache = _has_fp8_cache(message.cache, resolved, place.device)
     if resolved.saved is not None:
         resolved.saved.check(_group_shape(resolved, place), resolved.decoder)
+    found = find_draft(message.speculative, message.model, resolved, roots)
     files = ModelFiles.of(resolved, message.model)
     identity = files.identity()
     memory = open_memory(place.device, can_sleep=message.model.enable_sleep_mode)
     try:
         layout = new_layout(message.lora.max_loras, message.lora.max_lora_rank)
-        stage = _build_stage(resolved, place, memory, layout, has_fp8_cache=has_fp8_cache)
+        stage = _build_stage(resolved, place, layout, has_fp8_cache=has_fp8_cache)
+        draft = None
+        if found is not None:
+            draft = build_draft(found, place)  # on all ranks, for its checks
+            draft = draft if place.parallel.is_last_stage else None
+        _hold(memory, stage, draft, resolved.max_model_len, place.device)
         adapters = _make_adapters(layout, message.lora, resolved, place, memory, roots)
-        _fill(stage, message.model, resolved, place.parallel.rank_in_replica, set_phase)
+        fill_stage(stage, message.model, resolved, place.parallel.rank_in_replica, set_phase)
+        if draft is not None:
+            draft.fill(set_phase)
         files.check_unchanged(identity)
     except CapacityError as error:
         memory.close()
@@ -252,13 +233,14 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         ),
         resolved=resolved,
         stage=stage,
-        attention=_choose_attention(stage, resolved.decoder, resolved.dtype, place),
+        attention=choose_stage_attention(stage, resolved.decoder, resolved.dtype, place),
         max_model_len=resolved.max_model_len,
         memory=memory,
         weights=WeightState(stage.loaded_names(), identity, _loaded_version(message, resolved)),
         next_load=message.model,
         adapters=adapters,
         processors=processors,
+        draft=draft,
     )
 
 
@@ -346,10 +328,12 @@ def reload(
     is_other |= model.weights.identity.stamps not in (b"", identity.stamps)  # files were replaced
     overwriting = _Overwriting(model.weights)
     try:
-        report = _fill(
+        report = fill_stage(
             model.stage, config, resolved, place.parallel.rank_in_replica, set_phase, overwriting
         )
         files.check_unchanged(identity)
+        if model.draft is not None:
+            model.draft.fill(set_phase)
         model.finish_update(identity, version)
     except BaseException as error:
         overwriting.failed(f"{type(error).__name__} in reload_weights: {error}")
@@ -479,21 +463,30 @@ def _group_shape(resolved: ResolvedModel, place: RankPlace) -> GroupShape:
 def _build_stage(
     resolved: ResolvedModel,
     place: RankPlace,
-    memory: TaggedMemory,
     adapters: AdapterLayout | None,
     *,
     has_fp8_cache: bool,
 ) -> DecoderStage:
-    """Build the stage on the meta device first to learn its size, then allocate its memory."""
+    """Build the stage on the meta device, to learn its size."""
     decoder, parallel = resolved.decoder, place.parallel
     check_partition(decoder, parallel.pp_size, parallel.tp_size)
     layers, ops = _partition(decoder, place)[parallel.pp_rank], place.backend.make_ops()
-    stage = resolved.build_stage(
+    return resolved.build_stage(
         layers, parallel, place.tp, ops, adapters, has_fp8_cache=has_fp8_cache
     )
-    length = resolved.max_model_len
-    memory.hold_stage(stage, [rotary_table(rope, length, place.device) for rope in stage.ropes])
-    return stage
+
+
+def _hold(
+    memory: TaggedMemory,
+    stage: DecoderStage,
+    draft: DraftModel | None,
+    length: int,
+    device: torch.device,
+) -> None:
+    """Allocate the memory of the stages."""
+    target = HeldStage(stage, [rotary_table(rope, length, device) for rope in stage.ropes])
+    held = None if draft is None else HeldStage(draft.stage, draft.rotary_tables(device))
+    memory.hold_stages(target, held)
 
 
 def _has_fp8_cache(cache: CacheConfig, resolved: ResolvedModel, device: torch.device) -> bool:
@@ -510,85 +503,3 @@ def _has_fp8_cache(cache: CacheConfig, resolved: ResolvedModel, device: torch.de
         fix = f"auto: this model's heads have {heads.head_dim}"
         raise config_error("cache.kv_cache_dtype", cache.kv_cache_dtype, problem, fix)
     return True
-
-
-def _choose_attention(
-    stage: DecoderStage, decoder: DecoderConfig, dtype: torch.dtype, place: RankPlace
-) -> ChosenAttention:
-    if not stage.kv_layer_specs:
-        return ChosenAttention("whole", NullAttention())
-    model, tp_size = decoder.heads, place.parallel.tp_size
-    if model is None:
-        return ChosenAttention("none", NullAttention())
-    heads = HeadSizes(
-        model.num_attention_heads // tp_size, model.local_kv_heads(tp_size), model.head_dim
-    )
-    return choose_attention(place.backend.attention, place.device, heads, dtype)
-
-
-def _fill(
-    stage: DecoderStage,
-    config: ModelConfig,
-    resolved: ResolvedModel,
-    rank: int,
-    set_phase: SetPhase,
-    observer: WriteObserver | None = None,
-) -> LoadReport:
-    parameters = list(stage.parameters())
-    progress = _ProgressLine(set_phase)
-    for each in stage.kv_scales:
-        each.reset()
-    if config.load_format == "dummy":
-        reset_orders(parameters)
-    if config.load_format == "dummy":
-        report = load_dummy_weights(parameters, config.seed, progress, observer)
-    elif resolved.saved is not None:
-        report = load_saved(
-            parameters,
-            resolved.saved,
-            rank,
-            progress,
-            verify=config.verify_checksums,
-            load_file=read_tensorized if config.load_format == "tensorizer" else None,
-            observer=observer,
-            buffers=[each.parameter for each in stage.kv_scales],
-        )
-    else:
-        names = checkpoint_names(resolved.decoder)
-        names |= load_kv_scales(stage.kv_scales, resolved.directory)
-        names |= load_orders(parameters, resolved.directory, observer)
-        report = load_weights(parameters, resolved.directory, names, progress, observer)
-    size_gb = report.bytes_loaded / 1e9
-    _LOG.info("loaded %s: %.3f GB in %.1f s", resolved.directory, size_gb, report.seconds)
-    if report.ignored_tensors:
-        shown = ", ".join(map(repr, report.ignored_tensors[:_MAX_NAMES]))
-        _LOG.warning("the model does not use %d tensors: %s", len(report.ignored_tensors), shown)
-    return report
-
-
-class _ProgressLine:
-    """Reports the progress of a load, in the log and in the phase, once a second."""
-
-    def __init__(self, set_phase: SetPhase) -> None:
-        self._set_phase = set_phase
-        self._last_s = 0.0
-
-    def __call__(self, progress: LoadProgress) -> None:
-        if progress.seconds - self._last_s < _PROGRESS_EVERY_S:
-            return
-        self._last_s = progress.seconds
-        rate = progress.bytes_done / progress.seconds
-        left_s = (progress.bytes_total - progress.bytes_done) / rate
-        percent = 100 * progress.bytes_done // progress.bytes_total
-        self._set_phase(
-            f"LOADING {percent}%, {rate / 1e9:.1f} GB/s, {left_s:.0f} s left",
-            LONG_OPERATION_S,
-            done=progress.bytes_done / progress.bytes_total,
-        )
-        _LOG.info(
-            "loading: %.2f of %.2f GB, %.2f GB/s, %.0f s left",
-            progress.bytes_done / 1e9,
-            progress.bytes_total / 1e9,
-            rate / 1e9,
-            left_s,
-        )

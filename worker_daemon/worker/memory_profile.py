@@ -17,10 +17,10 @@ from rpc_schema.kv_cache import (
 from rpc_schema.operations import StepMessage
 from worker_daemon.device.memory import MemoryProfile, profile
 from worker_daemon.kernel_compiler import KernelCompiler
-from worker_daemon.layers.attention import NullAttention
 from worker_daemon.models.partition import partition_layers
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
-from worker_daemon.runner.kv_cache import LayerKV, describe_layers
+from worker_daemon.runner.kv_cache import KVMemory, describe_drafts, describe_layers
+from worker_daemon.worker.draft_model import draft_layers
 from worker_daemon.worker.loading import LoadedModel
 from worker_daemon.worker.rank_device import OpenedDevice
 from worker_daemon.worker.resolve import check_deadline
@@ -145,14 +145,14 @@ def _profiling_runner(
     """Serve steps over a KV cache of two blocks. On the CPU, where graphs do not need it, attention
     is left out because it is slow there, unless the steps are timed."""
     plan = _plan(opened, model)
-    kv: list[LayerKV] = []
+    kv = KVMemory([], [])
     if is_timed or opened.place.device.type == "cuda":
         kv = model.allocate_kv_caches(plan, TaggedMemory(opened.place.device).make_kv_cache)
-        model.stage.set_attention(model.attention.backend)
+        model.attend(is_real=True)
     try:
         yield Serving(opened, model, plan, kv, set_phase)
     finally:
-        model.stage.set_attention(NullAttention())
+        model.attend(is_real=False)
 
 
 def _plan(opened: OpenedDevice, model: LoadedModel) -> KVCacheConfig:
@@ -166,6 +166,7 @@ def _plan(opened: OpenedDevice, model: LoadedModel) -> KVCacheConfig:
             decoder.num_hidden_layers, parallel.pipeline_parallel_size, parallel.layer_partition
         )
     ]
+    stages[-1] += describe_drafts(draft_layers(model.draft))
     groups = plan_groups(
         stages,
         model.config.cache.block_size,

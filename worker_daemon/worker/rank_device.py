@@ -22,8 +22,8 @@ from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import config_error
 from worker_daemon.phases import SetPhase
-from worker_daemon.worker.loading import RankPlace
 from worker_daemon.worker.memory_ledger import MemoryLedger
+from worker_daemon.worker.stage_loading import RankPlace
 
 logger = logging.getLogger(__name__)
 

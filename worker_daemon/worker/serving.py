@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rpc_schema.errors import CapacityError, CommError
 from rpc_schema.kv_cache import KVCacheConfig, groups_of
@@ -16,13 +17,16 @@ from rpc_schema.operations import StepMessage
 from worker_daemon.contracts.uploads import FindUpload, no_uploads
 from worker_daemon.device.init import device_name
 from worker_daemon.distributed.link import Link
+from worker_daemon.drafting.interface import Drafter, MakeDrafter
+from worker_daemon.drafting.model import ModelDrafter
 from worker_daemon.drafting.registry import make_drafter
+from worker_daemon.drafting.row_texts import DraftLimits
 from worker_daemon.kernel_compiler import KernelCompiler, hash_sources
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.raising import Translation
 from worker_daemon.runner.assemble import RunnerParts, assemble_runner, step_graphs, tie_stage
 from worker_daemon.runner.cuda_graph import StepGraphs
-from worker_daemon.runner.kv_cache import LayerKV
+from worker_daemon.runner.kv_cache import KVMemory
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.stage_program import EagerProgram
 from worker_daemon.runner.warmup import (
@@ -48,25 +52,17 @@ class Serving:
         opened: OpenedDevice,
         model: LoadedModel,
         plan: KVCacheConfig,
-        kv: Sequence[LayerKV],
+        kv: KVMemory,
         set_phase: SetPhase,
         find_upload: FindUpload = no_uploads,
     ) -> None:
-        """Starts with empty rows and without graphs. kv: one per local layer, of plan.num_blocks,
-        or none for NullAttention."""
+        """Starts with empty rows and without graphs. kv: of plan.num_blocks, or none for
+        NullAttention."""
         self.plan = plan
         self.kv = kv
         self._set_phase = set_phase
         self._enforce_eager = model.config.graph.enforce_eager
-        limits, drafter = _limits(model, plan), None
-        if opened.place.parallel.is_last_stage:
-            drafter = make_drafter(
-                model.config.speculative,
-                limits.max_num_seqs,
-                limits.max_model_len,
-                opened.place.device,
-                opened.place.backend.texts,
-            )
+        limits = _limits(model, plan)
         self._parts = RunnerParts(
             parallel=opened.place.parallel,
             tp=opened.place.tp,
@@ -83,9 +79,9 @@ class Serving:
             adapters=model.adapters,
             processors=model.processors,
             find_upload=find_upload,
-            drafter=drafter,
+            make_drafter=_drafters(opened, model, limits, kv.drafts),
         )
-        self.runner = assemble_runner(self._parts, opened.link, limits, kv)
+        self.runner = assemble_runner(self._parts, opened.link, limits, kv.layers)
         self._graphs = StepGraphs()
         self.is_warm = False
         """True after its first warm-up."""
@@ -264,6 +260,26 @@ def _too_large_graphs(error: Exception) -> CapacityError | None:
         return None
     fix = "a smaller kv_cache_memory_bytes or max_num_seqs, or enforce_eager"
     return CapacityError(f"the graphs do not fit: {error}", fix=fix)
+
+
+def _drafters(
+    opened: OpenedDevice, model: LoadedModel, limits: StepLimits, pages: Sequence[Tensor]
+) -> MakeDrafter:
+    """Return what makes the last stage's drafter. pages: those of a draft model's layers."""
+    speculative, place = model.config.speculative, opened.place
+    bounds = DraftLimits(
+        limits.max_num_seqs, limits.max_model_len, speculative.num_speculative_tokens
+    )
+
+    def make(block_table: Tensor) -> Drafter | None:
+        if not place.parallel.is_last_stage:
+            return None
+        if model.draft is not None:
+            size = limits.block_groups[0].block_size
+            return ModelDrafter(model.draft.stage, pages, block_table, size, bounds)
+        return make_drafter(speculative, *bounds[:2], place.device, place.backend.texts)
+
+    return make
 
 
 def _limits(model: LoadedModel, plan: KVCacheConfig) -> StepLimits:

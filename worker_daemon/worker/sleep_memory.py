@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,13 @@ _AWAY: Final[frozenset[TagState]] = frozenset(("asleep", "discarded"))
 _LOG = logging.getLogger(__name__)
 
 
+class HeldStage(NamedTuple):
+    """A stage, and its rotary tables on the device."""
+
+    stage: DecoderStage
+    rotary: Sequence[Tensor]
+
+
 class TaggedMemory:
     """A loaded model's memory, from torch's allocator. Refuses to sleep; see ArenaMemory for memory
     that can."""
@@ -49,18 +56,20 @@ class TaggedMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def hold_stage(self, stage: DecoderStage, rotary: Sequence[Tensor]) -> None:
-        """Give zeroed memory to the parameters and expert loads of a stage that was built on the
-        meta device, and memory to its KV scales, which become 1. Store its rotary tables, which are
-        on the device. Raises torch.OutOfMemoryError or CapacityError."""
-        scales = [each.parameter for each in stage.kv_scales]
-        for parameter in [*stage.parameters(), *scales]:
-            meta = parameter.data
-            parameter.data = torch.zeros(meta.shape, dtype=meta.dtype, device=self._device)
-        for each in stage.kv_scales:
-            each.reset()
-        stage.rotary = tuple(rotary)
-        stage.expert_loads.allocate(self._device)
+    def hold_stages(self, target: HeldStage, draft: HeldStage | None = None) -> None:
+        """Give zeroed memory to the parameters and expert loads of stages that were built on the
+        meta device, and memory to their KV scales, which become 1. Store their rotary tables.
+        draft: the draft model, which no update of the target's weights brings. Raises
+        torch.OutOfMemoryError or CapacityError."""
+        for stage, rotary in filter(None, (target, draft)):
+            scales = [each.parameter for each in stage.kv_scales]
+            for parameter in [*stage.parameters(), *scales]:
+                meta = parameter.data
+                parameter.data = torch.zeros(meta.shape, dtype=meta.dtype, device=self._device)
+            for each in stage.kv_scales:
+                each.reset()
+            stage.rotary = tuple(rotary)
+            stage.expert_loads.allocate(self._device)
 
     def make_adapters(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Return zeroed adapter slots. They lose their content whenever the weights sleep: the host
@@ -151,9 +160,9 @@ class _Kept:
 
 class ArenaMemory(TaggedMemory):
     """Arenas for weights, model buffers, adapters and KV cache, and page-locked host memory for the
-    first two. Buffers are rotary tables and the scales of quantized matrices and KV caches. They
-    belong to the tag `weights`; their content is restored at any sleep level, since not every
-    weight update brings them."""
+    first two. Buffers are rotary tables, the scales of quantized matrices and KV caches, and the
+    draft model. They belong to the tag `weights`; their content is restored at any sleep level,
+    since not every weight update brings them."""
 
     def __init__(
         self,
@@ -177,24 +186,30 @@ class ArenaMemory(TaggedMemory):
     def states(self) -> Mapping[MemoryTag, TagState]:  # type: ignore[override]  # it changes here
         return self.tags.states
 
-    def hold_stage(self, stage: DecoderStage, rotary: Sequence[Tensor]) -> None:
+    def hold_stages(self, target: HeldStage, draft: HeldStage | None = None) -> None:
+        stage = target.stage
         parameters = [p for p in stage.parameters() if not p.is_scale]
         self._weights = self._keep(parameter.num_bytes for parameter in parameters)
         for parameter in parameters:
             meta = parameter.data
             parameter.data = self._weights.arena.take(tuple(meta.shape), meta.dtype)
-        scales = [p for p in stage.parameters() if p.is_scale]
-        scales += [each.parameter for each in stage.kv_scales]
-        rotary_bytes = [table.numel() * table.element_size() for table in rotary]
-        self._buffers = self._keep([*rotary_bytes, *(each.num_bytes for each in scales)])
+        kept = [p for p in stage.parameters() if p.is_scale]
+        kept += [each.parameter for each in stage.kv_scales]
+        kept += [] if draft is None else draft.stage.parameters()
+        held = [each for each in (target, draft) if each is not None]
+        tables = [table for each in held for table in each.rotary]
+        table_bytes = [table.numel() * table.element_size() for table in tables]
+        self._buffers = self._keep([*table_bytes, *(each.num_bytes for each in kept)])
         take = self._buffers.arena.take
-        stage.rotary = tuple(take(tuple(x.shape), x.dtype).copy_(x) for x in rotary)
-        for parameter in scales:
+        for each in held:
+            each.stage.rotary = tuple(take(tuple(x.shape), x.dtype).copy_(x) for x in each.rotary)
+        for parameter in kept:
             meta = parameter.data
-            parameter.data = self._buffers.arena.take(tuple(meta.shape), meta.dtype)
-        for each in stage.kv_scales:
-            each.reset()
-        stage.expert_loads.allocate(self._device)  # torch's memory: it is read during a sleep
+            parameter.data = take(tuple(meta.shape), meta.dtype)
+        for scale in stage.kv_scales:
+            scale.reset()
+        for each in held:
+            each.stage.expert_loads.allocate(self._device)  # torch's: it is read during a sleep
 
     def make_adapters(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         num_bytes = shape[0] * shape[1] * dtype.itemsize

@@ -40,18 +40,16 @@ from worker_daemon.device.memory_sources import memory_source
 from worker_daemon.distributed.bubbles import InputWaits
 from worker_daemon.errors import config_error
 from worker_daemon.kernel_compiler import KernelCompiler
-from worker_daemon.layers.attention import NullAttention
 from worker_daemon.models.saving import Saver, SaveReport, SaveRequest
 from worker_daemon.models.tensor_bytes import checksum
 from worker_daemon.models.tensorized import TENSORIZER_PATTERN, tensorizer_files
 from worker_daemon.models.weight_state import WeightReport, WeightState
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
-from worker_daemon.runner.kv_cache import LayerKV
+from worker_daemon.runner.kv_cache import KVMemory
 from worker_daemon.runner.output import PendingOutput
 from worker_daemon.worker.description import WorkerDescription
 from worker_daemon.worker.loading import (
     LoadedModel,
-    Roots,
     checkpoint_changed,
     load,
     rank_weights,
@@ -63,6 +61,7 @@ from worker_daemon.worker.profiling import PlainTrace, Profiler, ProfileRequest
 from worker_daemon.worker.rank_device import RankDevice
 from worker_daemon.worker.resolve import pooling_support
 from worker_daemon.worker.serving import Serving
+from worker_daemon.worker.stage_loading import Roots
 from worker_daemon.worker.weight_transfer.overrides import apply_overrides
 from worker_daemon.worker.weight_transfer.session import WeightTransfer
 from worker_daemon.worker.wire_identity import on_wire
@@ -131,7 +130,7 @@ class Worker:
         self._model_or_none = model
         return lc.LoadModelReply(
             **self._identity(message),
-            model_memory_bytes=model.stage.num_parameters_bytes,
+            model_memory_bytes=model.weights_bytes,
             seconds=time.monotonic() - began,
             max_model_len=model.max_model_len,
         )
@@ -155,7 +154,7 @@ class Worker:
         return lc.DetermineAvailableMemoryReply(
             **self._identity(message),
             available_bytes=max(0, found.available) if override is None else override,
-            weights_bytes=model.stage.num_parameters_bytes,
+            weights_bytes=model.weights_bytes,
             activation_peak_bytes=found.profile.transient,
             requested_bytes=opened.budget_bytes,
             graph_bytes=found.graphs,
@@ -186,7 +185,7 @@ class Worker:
             raise config_error("kv_cache_config.block_size", plan.block_size, problem, fix)
         with opened.ledger.taking("kv_cache"):
             kv = model.allocate_kv_caches(plan, model.memory.make_kv_cache)
-        model.stage.set_attention(model.attention.backend)
+        model.attend(is_real=True)
         self._serve(plan, kv)
         return Done(**self._identity(message))
 
@@ -634,7 +633,7 @@ class Worker:
                 opened.ledger.forget("weights")
         model = self._model_or_none
         if message.to == "MODEL_LOADED":
-            self._model.stage.set_attention(NullAttention())
+            self._model.attend(is_real=False)
             self._model.memory.drop_kv_cache()
         else:
             self._model_or_none = None
@@ -734,8 +733,8 @@ class Worker:
         if opened is None:
             return {}
         held = dict(model.memory.bytes_by_kind()) if model else {}
-        weights = model.stage.num_parameters_bytes if model else 0
-        kv_cache = self._serving_or_none.plan.size_bytes if self._serving_or_none else 0
+        weights = model.weights_bytes if model else 0
+        kv_cache = _cache_bytes(self._serving_or_none.plan) if self._serving_or_none else 0
         sizes: dict[Kind, int] = {
             "weights": held.pop("weights", weights),
             "kv_cache": held.pop("kv_cache", kv_cache),
@@ -770,13 +769,17 @@ class Worker:
         assert self._serving_or_none is not None, "legal after initialize_from_config only"
         return self._serving_or_none
 
-    def _serve(self, plan: KVCacheConfig, kv: Sequence[LayerKV]) -> None:
+    def _serve(self, plan: KVCacheConfig, kv: KVMemory) -> None:
         self._serving_or_none = Serving(
             self._device.opened, self._model, plan, kv, self._set_phase, self._find_upload
         )
 
     def _identity(self, message: StepMessage) -> dict[str, int]:
         return {"epoch": message.epoch, "seq": message.seq, "rank": self.rank}
+
+
+def _cache_bytes(plan: KVCacheConfig) -> int:
+    return plan.size_bytes + plan.draft_bytes
 
 
 def _weights_report(weights: WeightState | None) -> WeightReport | None:

@@ -9,7 +9,8 @@ from rpc_schema.errors import ConfigError
 from worker_daemon.backend import choose_backend
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import SingleRank
-from worker_daemon.worker.loading import RankPlace, Roots, load
+from worker_daemon.worker.loading import load
+from worker_daemon.worker.stage_loading import RankPlace, Roots
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import build_stage, checkpoint_names
 from worker_daemon.models.weights import load_weights
 from worker_daemon.worker.memory_tags import TAGS
-from worker_daemon.worker.sleep_memory import ArenaMemory, TaggedMemory
+from worker_daemon.worker.sleep_memory import ArenaMemory, HeldStage, TaggedMemory
 
 CPU = torch.device("cpu")
 CHUNK = 8192
@@ -44,8 +44,8 @@ class Rank:
             TorchOps(),
             has_fp8_cache=True,
         )
-        self.memory.hold_stage(
-            self.stage, [rotary_table(rope, 128, CPU) for rope in self.stage.ropes]
+        self.memory.hold_stages(
+            HeldStage(self.stage, [rotary_table(rope, 128, CPU) for rope in self.stage.ropes])
         )
         self.fill()
         self.kv_cache = self.memory.make_kv_cache(*KV_SHAPE, torch.bfloat16)

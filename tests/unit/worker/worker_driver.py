@@ -79,6 +79,8 @@ class WorkerDriver:
     def plan(self, **changes):
         layers = self.worker.get_kv_cache_spec(lifecycle.GetKVCacheSpec(**self.ids())).layers
         size = self.cache.block_size
+        drafts = [layer for layer in layers if layer.is_draft]
+        layers = [layer for layer in layers if not layer.is_draft]
         bytes_per_token = sum(layer.bytes_per_token for layer in layers)
         group = kv_cache.KVCacheGroup(
             layer_names=tuple(layer.layer_name for layer in layers),
@@ -91,6 +93,8 @@ class WorkerDriver:
             "block_size": size,
             "groups": (group,),
             "size_bytes": self.num_blocks * size * bytes_per_token,
+            "draft_layers": tuple(layer.layer_name for layer in drafts),
+            "draft_bytes": self.num_blocks * size * sum(each.bytes_per_token for each in drafts),
         }
         return kv_cache.KVCacheConfig(**(planned | changes))
 

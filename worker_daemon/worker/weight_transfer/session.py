@@ -19,7 +19,8 @@ from worker_daemon.layers.quantization import Int4Quantization
 from worker_daemon.models.update_identity import UpdateIdentity
 from worker_daemon.models.weight_places import Manifest, Places, checkpoint_places, kernel_places
 from worker_daemon.phases import SetPhase
-from worker_daemon.worker.loading import LoadedModel, RankPlace, Roots
+from worker_daemon.worker.loading import LoadedModel
+from worker_daemon.worker.stage_loading import RankPlace, Roots
 from worker_daemon.worker.weight_transfer.engines import (
     BroadcastReceiver,
     DiskReader,

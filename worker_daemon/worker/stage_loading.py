@@ -1,0 +1,156 @@
+"""Fills the stages of a rank, and chooses their attention: what the loads of a model and of its
+draft model have in common."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rpc_schema.config import ModelConfig, ParallelConfig
+from worker_daemon.backend import Backend
+from worker_daemon.distributed.parallel_state import ParallelState
+from worker_daemon.distributed.tp import TensorParallel
+from worker_daemon.layers.attention import HeadSizes, NullAttention
+from worker_daemon.layers.attention_choice import ChosenAttention, choose_attention
+from worker_daemon.models.decoder import DecoderStage, checkpoint_names
+from worker_daemon.models.description import DecoderConfig
+from worker_daemon.models.int4_order import load_orders, reset_orders
+from worker_daemon.models.kv_scales import load_kv_scales
+from worker_daemon.models.saved_set import LOAD_FORMATS, load_saved
+from worker_daemon.models.tensorized import read_tensorized
+from worker_daemon.models.weights import (
+    LoadProgress,
+    LoadReport,
+    WriteObserver,
+    load_dummy_weights,
+    load_weights,
+)
+from worker_daemon.phases import LONG_OPERATION_S, SetPhase
+from worker_daemon.worker.resolve import ResolvedModel, resolve_config, resolve_model
+
+_LOG = logging.getLogger(__name__)
+_PROGRESS_EVERY_S = 1.0
+_MAX_NAMES = 16
+"""Limit on tensor names in a log line."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """A rank's place in its group, and its device."""
+
+    device: torch.device
+    config: ParallelConfig
+    parallel: ParallelState
+    tp: TensorParallel
+    backend: Backend
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """The directories of models."""
+
+    model_roots: Sequence[Path]
+    save_root: Path | None
+    """Saved sets may be there too."""
+    lora_roots: Sequence[Path] = ()
+    """Directories of LoRA adapters; none: adapters are refused."""
+
+    def resolve(self, config: ModelConfig) -> ResolvedModel:
+        """Find a model. Raises ConfigError and CheckpointError as resolve_model does."""
+        return resolve_model(config, self._of(config))
+
+    def find(self, config: ModelConfig) -> ResolvedModel:
+        """Find a model by its configuration alone. Raises as resolve_config does."""
+        return resolve_config(config, self._of(config))
+
+    def _of(self, config: ModelConfig) -> Sequence[Path]:
+        if config.load_format not in LOAD_FORMATS.values() or self.save_root is None:
+            return self.model_roots
+        return (self.save_root, *self.model_roots)
+
+
+def choose_stage_attention(
+    stage: DecoderStage, decoder: DecoderConfig, dtype: torch.dtype, place: RankPlace
+) -> ChosenAttention:
+    """Return the attention of a rank's stage. Raises as choose_attention does."""
+    if not stage.kv_layer_specs:
+        return ChosenAttention("whole", NullAttention())
+    model, tp_size = decoder.heads, place.parallel.tp_size
+    if model is None:
+        return ChosenAttention("none", NullAttention())
+    heads = HeadSizes(
+        model.num_attention_heads // tp_size, model.local_kv_heads(tp_size), model.head_dim
+    )
+    return choose_attention(place.backend.attention, place.device, heads, dtype)
+
+
+def fill_stage(
+    stage: DecoderStage,
+    config: ModelConfig,
+    resolved: ResolvedModel,
+    rank: int,
+    set_phase: SetPhase,
+    observer: WriteObserver | None = None,
+) -> LoadReport:
+    """Write a stage's weights. rank: in its replica, for saved sets. Raises CheckpointError: files
+    are missing, truncated, or do not match config.json."""
+    parameters = list(stage.parameters())
+    progress = _ProgressLine(set_phase)
+    for each in stage.kv_scales:
+        each.reset()
+    if config.load_format == "dummy":
+        reset_orders(parameters)
+    if config.load_format == "dummy":
+        report = load_dummy_weights(parameters, config.seed, progress, observer)
+    elif resolved.saved is not None:
+        report = load_saved(
+            parameters,
+            resolved.saved,
+            rank,
+            progress,
+            verify=config.verify_checksums,
+            load_file=read_tensorized if config.load_format == "tensorizer" else None,
+            observer=observer,
+            buffers=[each.parameter for each in stage.kv_scales],
+        )
+    else:
+        names = checkpoint_names(resolved.decoder)
+        names |= load_kv_scales(stage.kv_scales, resolved.directory)
+        names |= load_orders(parameters, resolved.directory, observer)
+        report = load_weights(parameters, resolved.directory, names, progress, observer)
+    size_gb = report.bytes_loaded / 1e9
+    _LOG.info("loaded %s: %.3f GB in %.1f s", resolved.directory, size_gb, report.seconds)
+    if report.ignored_tensors:
+        shown = ", ".join(map(repr, report.ignored_tensors[:_MAX_NAMES]))
+        _LOG.warning("the model does not use %d tensors: %s", len(report.ignored_tensors), shown)
+    return report
+
+
+class _ProgressLine:
+    """Reports the progress of a load, in the log and in the phase, once a second."""
+
+    def __init__(self, set_phase: SetPhase) -> None:
+        self._set_phase = set_phase
+        self._last_s = 0.0
+
+    def __call__(self, progress: LoadProgress) -> None:
+        if progress.seconds - self._last_s < _PROGRESS_EVERY_S:
+            return
+        self._last_s = progress.seconds
+        rate = progress.bytes_done / progress.seconds
+        left_s = (progress.bytes_total - progress.bytes_done) / rate
+        percent = 100 * progress.bytes_done // progress.bytes_total
+        self._set_phase(
+            f"LOADING {percent}%, {rate / 1e9:.1f} GB/s, {left_s:.0f} s left",
+            LONG_OPERATION_S,
+            done=progress.bytes_done / progress.bytes_total,
+        )
+        _LOG.info(
+            "loading: %.2f of %.2f GB, %.2f GB/s, %.0f s left",
+            progress.bytes_done / 1e9,
+            progress.bytes_total / 1e9,
+            rate / 1e9,
+            left_s,
+        )
