@@ -169,7 +169,7 @@ class DraftPages(NamedTuple):
 
     layer_names: tuple[str, ...] = ()
     bytes_per_token: int = 0
-    """Of all layers together."""
+    """Bytes of a token in all layers together."""
 
 
 class LayerGroup(NamedTuple):

@@ -71,7 +71,7 @@ def addresses(driver):
     tensors = [
         *(p.data for p in stage.parameters()),
         *stage.rotary,
-        *(layer.cache for layer in driver.worker._serving.kv),
+        *(layer.cache for layer in driver.worker._serving.kv.layers),
     ]
     return [tensor.data_ptr() for tensor in tensors]
 
@@ -154,7 +154,7 @@ def test_level_2_keeps_buffers_and_graphs_read_the_weights_that_come_after(drive
     assert addresses(driver) == where
     assert torch.equal(stage.rotary[0], rotary)
     assert not any(parameter.data.any() for parameter in stage.parameters())
-    assert not any(layer.cache.any() for layer in driver.worker._serving.kv)
+    assert not any(layer.cache.any() for layer in driver.worker._serving.kv.layers)
     driver.worker.reload_weights(ReloadWeights(**driver.ids()))
     assert driver.worker.describe().memory_tags == AWAKE
     assert generate(driver, prompt) == expected
@@ -165,7 +165,7 @@ def test_a_discarded_kv_cache_comes_back_empty(driver, prompt):
     driver.worker.discard(Discard(**driver.ids(), tags=("kv_cache",)))
     assert kinds(driver)["kv_cache"] == 0
     wake(driver, "kv_cache")
-    assert not any(layer.cache.any() for layer in driver.worker._serving.kv)
+    assert not any(layer.cache.any() for layer in driver.worker._serving.kv.layers)
     assert generate(driver, prompt) == expected
 
 

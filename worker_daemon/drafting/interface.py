@@ -33,7 +33,7 @@ class Gained(NamedTuple):
 
 
 class RowEnds(NamedTuple):
-    """What a model needs to go on from the last tokens that rows have gained."""
+    """Values by which a model continues after the last tokens that rows have gained."""
 
     positions: Tensor
     """int32 [Q]: position of each row's last token; any number if it has gained none."""
@@ -53,7 +53,7 @@ class ComputedStep(NamedTuple):
     positions: Tensor
     """int32 [N]"""
     metadata: AttentionMetadata
-    """Of the first KV group."""
+    """Metadata of the first KV group."""
 
 
 Choose: TypeAlias = Callable[[Tensor, Tensor], Tensor]

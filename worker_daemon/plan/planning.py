@@ -46,15 +46,16 @@ from worker_daemon.layers.adapters import new_layout
 from worker_daemon.layers.embedding import padded_vocab_size
 from worker_daemon.layers.int4 import Int4Values
 from worker_daemon.layers.quantization import Int4Quantization
-from worker_daemon.layers.rotary import table_bytes
+from worker_daemon.layers.rotary import Rope, table_bytes
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.decoder import DecoderStage
-from worker_daemon.models.description import DecoderConfig, distinct_ropes
+from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.expert_tensors import is_stack_of_experts
 from worker_daemon.models.partition import check_partition, partition_layers
 from worker_daemon.plan.step_memory import StageWidths, estimate_step_bytes
-from worker_daemon.runner.kv_cache import describe_layers
+from worker_daemon.runner.kv_cache import describe_drafts, describe_layers
 from worker_daemon.runner.scheduled_step import StepLimits
+from worker_daemon.worker.draft_model import draft_stage, find_draft, layers_of
 from worker_daemon.worker.resolve import (
     ResolvedModel,
     check_cache,
@@ -64,6 +65,7 @@ from worker_daemon.worker.resolve import (
     resolve_config,
     resolve_model,
 )
+from worker_daemon.worker.stage_loading import Roots
 
 _MOST_BYTES = 1 << 50
 
@@ -172,7 +174,10 @@ def plan_memory(config: WorkerConfig, memory_bytes: int, model_roots: Sequence[P
     check_lora(config.lora)
     check_speculative(config.speculative)
     resolved = _resolve(config.model, model_roots)
-    ranks = _PlannedRanks(config, resolved, _rank_sizes(config, resolved))
+    roots = Roots(model_roots, None)
+    found = find_draft(config.speculative, config.model, resolved, roots)
+    draft = None if found is None else found[1]
+    ranks = _PlannedRanks(config, resolved, _rank_sizes(config, resolved, draft))
     requested = request_memory(
         MemorySnapshot(memory_bytes, memory_bytes, 0, 0), config.cache.gpu_memory_utilization
     )
@@ -219,6 +224,8 @@ class _RankSizes:
     weights_bytes: int
     adapter_bytes: int
     kv_specs: tuple[KVCacheSpec, ...]
+    ropes: tuple[Rope, ...]
+    """Rotations that have tables."""
     widths: StageWidths
 
 
@@ -362,8 +369,7 @@ class _PlannedRanks:
         return bytes_per_block(self._layers, sizes.state.rank)
 
     def _rotary_table_bytes(self, sizes: _RankSizes, length: int) -> int:
-        layers = self._resolved.decoder.layers[sizes.layers.start : sizes.layers.stop]
-        return table_bytes(distinct_ropes(layers), length)
+        return table_bytes(sizes.ropes, length)
 
     def _step_bytes(self, sizes: _RankSizes, length: int) -> int:
         scheduler = self._config.scheduler
@@ -418,16 +424,29 @@ def _check_values(config: WorkerConfig) -> None:
                 raise config_error(f"{section}.{entry.name}", value, problem, str(error)) from None
 
 
-def _rank_sizes(config: WorkerConfig, resolved: ResolvedModel) -> list[_RankSizes]:
-    """Build every rank's stage without memory, and measure it."""
+def _rank_sizes(
+    config: WorkerConfig, resolved: ResolvedModel, draft: ResolvedModel | None
+) -> list[_RankSizes]:
+    """Build every rank's stage without memory, and measure it. draft: the draft model."""
     parallel = config.parallel
     pp_size, tp_size = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
     decoder = resolved.decoder
     check_partition(decoder, pp_size, tp_size)
+    if draft is not None:
+        check_partition(draft.decoder, 1, tp_size)
     layers = partition_layers(decoder.num_hidden_layers, pp_size, parallel.layer_partition)
     states = [ParallelState(pp_size, tp_size, rank) for rank in range(parallel.world_size)]
     try:
-        return [_measure(state, layers[state.pp_rank], resolved, config) for state in states]
+        return [
+            _measure(
+                state,
+                layers[state.pp_rank],
+                resolved,
+                config,
+                draft if state.is_last_stage else None,
+            )
+            for state in states
+        ]
     except (RuntimeError, TypeError, OverflowError) as error:  # sizes beyond 64 bits
         problem = f"this model's tensor sizes are not possible: {str(error).splitlines()[0]}"
         fix = "correct the sizes in config.json"
@@ -435,22 +454,33 @@ def _rank_sizes(config: WorkerConfig, resolved: ResolvedModel) -> list[_RankSize
 
 
 def _measure(
-    state: ParallelState, layers: range, resolved: ResolvedModel, config: WorkerConfig
+    state: ParallelState,
+    layers: range,
+    resolved: ResolvedModel,
+    config: WorkerConfig,
+    draft: ResolvedModel | None,
 ) -> _RankSizes:
     tp = tensor_parallel(state.tp_rank, state.tp_size)
     adapters = new_layout(config.lora.max_loras, config.lora.max_lora_rank)
     stage = resolved.build_stage(layers, state, tp, TorchOps(), adapters)
     cache_dtype = resolve_cache_dtype(config.cache, resolved)
     specs = describe_layers(stage.kv_layer_specs, cache_dtype)
+    weights_bytes, ropes = stage.num_parameters_bytes, stage.ropes
+    if draft is not None:
+        drafting = draft_stage(draft, tp, TorchOps())
+        specs += describe_drafts(layers_of(drafting, draft.dtype))
+        weights_bytes += drafting.num_parameters_bytes
+        ropes += drafting.ropes
     decoder, tp_size = resolved.decoder, state.tp_size
     widths = [decoder.layers[index].attention.widths(tp_size) for index in layers]
     num_logits = decoder.vocab_size if decoder.generates else 0
     return _RankSizes(
         state=state,
         layers=layers,
-        weights_bytes=stage.num_parameters_bytes,
+        weights_bytes=weights_bytes,
         adapter_bytes=0 if adapters is None else adapters.num_elements * resolved.dtype.itemsize,
         kv_specs=specs,
+        ropes=ropes,
         widths=StageWidths(
             hidden_size=decoder.hidden_size,
             projected_size=max(each.projected for each in widths),

@@ -50,7 +50,7 @@ class KVMemory(NamedTuple):
 
 
 class DraftLayers(NamedTuple):
-    """What a draft model on this rank keeps."""
+    """Specs of the pages that a draft model keeps on this rank."""
 
     specs: tuple[PageSpec, ...] = ()
     dtype: torch.dtype = torch.float32

@@ -121,6 +121,9 @@ class PipelineStage:
         tokens = rows.newest_of(sampled.token_ids)
         if sampled.refused is not None:
             tokens = self._sampler.refuse(step, sampled, sampled.refused)
+        if self._sampler.reads_tokens:
+            newest = tokens.reshape(-1, slots.shape[0])[0]
+            self._inputs.tables.last_sampled[slots.long()] = newest
         drafts = self._sampler.draft(rows, sampled)
         if drafts is not None:
             tokens = torch.cat((tokens.reshape(-1, slots.shape[0]), drafts.T))

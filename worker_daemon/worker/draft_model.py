@@ -10,7 +10,9 @@ from torch import Tensor
 
 from rpc_schema.config import ModelConfig, SpeculativeConfig
 from rpc_schema.errors import CheckpointError, ConfigError
+from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.device.init import supports
+from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.errors import config_error
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.attention_choice import ChosenAttention
@@ -43,10 +45,8 @@ class DraftModel:
 
     @property
     def layers(self) -> DraftLayers:
-        """What it keeps in the KV cache, in its own dtype. The names differ from the target's."""
-        specs = (spec for spec in self.stage.kv_layer_specs if not isinstance(spec, StateLayerSpec))
-        named = tuple(spec.named(f"draft_model.{spec.name}") for spec in specs)
-        return DraftLayers(named, self.resolved.dtype)
+        """Specs of its pages in the KV cache, in its own dtype."""
+        return layers_of(self.stage, self.resolved.dtype)
 
     def rotary_tables(self, device: torch.device) -> list[Tensor]:
         """Return its tables, on the device."""
@@ -91,10 +91,15 @@ def find_draft(
     )
     with _naming(config.model):
         found = roots.resolve(own)
-        if own.load_format == "auto":
-            check_checkpoint(found.directory, checkpoint_pieces(found.decoder))
     _check_pair(config.model, found, resolved)
     return own, found
+
+
+def check_draft_files(config: ModelConfig, resolved: ResolvedModel) -> None:
+    """Check the headers of a draft model's weights. Raises CheckpointError."""
+    with _naming(config.model):
+        if config.load_format == "auto":
+            check_checkpoint(resolved.directory, checkpoint_pieces(resolved.decoder))
 
 
 def build_draft(found: tuple[ModelConfig, ResolvedModel], place: RankPlace) -> DraftModel:
@@ -106,20 +111,31 @@ def build_draft(found: tuple[ModelConfig, ResolvedModel], place: RankPlace) -> D
         if not supports(place.device, resolved.dtype):
             problem = "this device does not support this dtype"
             raise config_error("dtype", str(resolved.dtype), problem, "float16")
-    stage = build_stage(
+    stage = draft_stage(resolved, place.tp, place.backend.make_ops())
+    attention = choose_stage_attention(stage, resolved.decoder, resolved.dtype, place)
+    return DraftModel(config, resolved, stage, attention)
+
+
+def draft_stage(resolved: ResolvedModel, tp: TensorParallel, ops: LayerOps) -> DecoderStage:
+    """Return a rank's stage of a draft model, without memory."""
+    return build_stage(
         resolved.decoder,
         range(resolved.decoder.num_hidden_layers),
         is_first=True,
         is_last=True,
-        tp=place.tp,
+        tp=tp,
         dtype=resolved.dtype,
         device=torch.device("meta"),
         max_model_len=resolved.max_model_len,
         attention=NullAttention(),
-        ops=place.backend.make_ops(),
+        ops=ops,
     )
-    attention = choose_stage_attention(stage, resolved.decoder, resolved.dtype, place)
-    return DraftModel(config, resolved, stage, attention)
+
+
+def layers_of(stage: DecoderStage, dtype: torch.dtype) -> DraftLayers:
+    """Return what a draft model's stage keeps. The names differ from the target's."""
+    specs = (spec for spec in stage.kv_layer_specs if not isinstance(spec, StateLayerSpec))
+    return DraftLayers(tuple(spec.named(f"draft_model.{spec.name}") for spec in specs), dtype)
 
 
 def _check_pair(name: str, draft: ResolvedModel, target: ResolvedModel) -> None:

@@ -57,7 +57,13 @@ from worker_daemon.runner.kv_cache import (
     describe_drafts,
     describe_layers,
 )
-from worker_daemon.worker.draft_model import DraftModel, build_draft, draft_layers, find_draft
+from worker_daemon.worker.draft_model import (
+    DraftModel,
+    build_draft,
+    check_draft_files,
+    draft_layers,
+    find_draft,
+)
 from worker_daemon.worker.logits_processors import find_logits_processors
 from worker_daemon.worker.model_identity import ModelFiles
 from worker_daemon.worker.resolve import (
@@ -195,6 +201,8 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
     if resolved.saved is not None:
         resolved.saved.check(_group_shape(resolved, place), resolved.decoder)
     found = find_draft(message.speculative, message.model, resolved, roots)
+    if found is not None:
+        check_draft_files(*found)
     files = ModelFiles.of(resolved, message.model)
     identity = files.identity()
     memory = open_memory(place.device, can_sleep=message.model.enable_sleep_mode)
@@ -322,6 +330,8 @@ def reload(
         resolved.saved.check(_group_shape(model.resolved, place), resolved.decoder)
     elif config.load_format == "auto":
         check_checkpoint(resolved.directory, checkpoint_pieces(resolved.decoder))
+    if model.draft is not None:
+        check_draft_files(model.draft.config, model.draft.resolved)
     files = ModelFiles.of(resolved, config)
     identity = files.identity()
     is_other = resolved.directory != model.resolved.directory

@@ -197,6 +197,9 @@ def build_run_options(
     num_speculative_tokens: Annotated[
         int, typer.Option(min=0, max=MAX_DRAFTS, help="Drafts of a request in a step at most.")
     ] = 0,
+    speculative_model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="draft_model: the draft model.")
+    ] = None,
     prompt_lookup_max: Annotated[
         int, typer.Option(min=1, max=32, help="ngram, suffix: longest match that counts.")
     ] = 4,
@@ -334,6 +337,7 @@ def build_run_options(
         speculative=SpeculativeConfig(
             method=one_of("speculative_method", speculative_method, DraftMethod),
             num_speculative_tokens=num_speculative_tokens,
+            model=None if speculative_model is None else str(speculative_model.resolve()),
             prompt_lookup_max=prompt_lookup_max,
             prompt_lookup_min=prompt_lookup_min,
         ),

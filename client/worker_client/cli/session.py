@@ -395,7 +395,12 @@ def _start_local(options: RunOptions) -> LocalDaemons:
     world_size = options.config.parallel.world_size_across_dp
     cuda = options.device is Device.CUDA
     devices = [f"cuda:{index}" if cuda else "cpu" for index in range(world_size)]
-    return LocalDaemons(devices, options.model.parent, lora_root=options.lora_root)
+    return LocalDaemons(
+        devices,
+        options.model.parent,
+        lora_root=options.lora_root,
+        draft_model=options.config.speculative.model,
+    )
 
 
 def read_inputs(

@@ -160,6 +160,8 @@ class SchedulerLimits:
     """Most samples of a request in a step (SchedulerOutput.num_samples)."""
     num_speculative_tokens: int = 0
     """Most drafts of a request in a step, which the devices make; 0: requests have none."""
+    num_lookahead_tokens: int = 0
+    """Tokens behind a step's drafts that a draft model computes at its end."""
     max_itl_ms: float | None = None
     """Target for the time between two tokens of a request, in milliseconds; None: no target."""
 
@@ -234,6 +236,7 @@ def scheduler_limits(
         logits_processors=config.scheduler.logits_processors,
         max_samples_per_seq=config.scheduler.max_samples_per_seq,
         num_speculative_tokens=_device_drafts(config.speculative),
+        num_lookahead_tokens=_lookahead(config.speculative),
         max_itl_ms=max_itl_ms,
     )
 
@@ -241,3 +244,8 @@ def scheduler_limits(
 def _device_drafts(config: SpeculativeConfig) -> int:
     """Return how many drafts the devices make for a request in a step."""
     return 0 if config.method in ("none", "driver") else config.num_speculative_tokens
+
+
+def _lookahead(config: SpeculativeConfig) -> int:
+    """Return how many tokens a draft model computes behind those of a step."""
+    return config.num_speculative_tokens if config.method == "draft_model" else 0

@@ -154,10 +154,15 @@ class Step:
 
     def _extend_for_drafts(self) -> None:
         """Find blocks for drafts, with what the other tokens of the step have left: a request that
-        lacks some has fewer drafts."""
+        lacks some has fewer drafts. A draft model computes its next drafts behind those of the
+        step: without blocks, these are of less use."""
         for req_id, count in list(self.drafts.items()):
             request = self.decodes[req_id]
-            given = self._blocks.extend(request, 1 + count)
+            end = request.num_computed + 1 + count
+            ahead = min(self._limits.num_lookahead_tokens, self._limits.max_model_len - end)
+            given = self._blocks.extend(request, 1 + count + max(0, ahead))
+            if given is None and ahead > 0:
+                given = self._blocks.extend(request, 1 + count)
             if given is None:
                 left = self._blocks.num_held_tokens(request) - request.num_computed - 1
                 self.drafts[req_id] = min(count, left)

@@ -64,7 +64,12 @@ def open_group(
         endpoints, daemons = plan.endpoints, None
         if not endpoints:
             daemons = stack.enter_context(
-                LocalDaemons(plan.devices, plan.model.parent, lora_root=plan.lora_root)
+                LocalDaemons(
+                    plan.devices,
+                    plan.model.parent,
+                    lora_root=plan.lora_root,
+                    draft_model=plan.config.speculative.model,
+                )
             )
             stack.enter_context(daemons.naming_causes())
             endpoints = tuple(daemons.endpoints)

@@ -4,6 +4,7 @@ requests hold, and which blocks they may take."""
 import random
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -51,6 +52,28 @@ def random_ranks(rng):
 
 def keeps(group, layer_window):
     return group.window is None or (layer_window is not None and layer_window <= group.window)
+
+
+def test_a_draft_model_adds_pages_and_no_groups():
+    """Under the first group's block table, which then has no window."""
+    full, sliding = layer("a", None), layer("b", 9)
+    draft = msgspec.structs.replace(layer("draft_model.a", None, 24), is_draft=True)
+    for target in ([full, full], [full, sliding, sliding], [sliding, sliding]):
+        own = [msgspec.structs.replace(each, layer_name=f"{i}") for i, each in enumerate(target)]
+        ranks = [own, [*own, draft, msgspec.structs.replace(draft, layer_name="draft_model.b")]]
+        groups = plan_groups(ranks, 4, 64, 16)
+        first = groups[0]
+        assert first.blocks.window is None
+        assert first.drafts == (((), 0), (("draft_model.a", "draft_model.b"), 48))
+        first_rank, second_rank = (kv_cache.bytes_per_block(groups, rank) for rank in (0, 1))
+        assert second_rank == first_rank + first.blocks.block_size * 48
+        plan = kv_cache.build_kv_cache_config(groups, 1, 7)
+        assert plan.draft_layers == ("draft_model.a", "draft_model.b")
+        assert plan.draft_bytes + plan.size_bytes == 7 * second_rank
+        if target[0] is full:
+            undrafted = plan_groups([own, own], 4, 64, 16)
+            assert [g.blocks for g in groups] == [g.blocks for g in undrafted]
+        assert kv_cache.build_kv_cache_config(groups, 0, 7).draft_bytes == 0
 
 
 @pytest.mark.parametrize("seed", seeds(20, of=100))

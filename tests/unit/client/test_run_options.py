@@ -263,7 +263,7 @@ daemon._thread.join()
 
 
 def test_a_local_daemon_that_dies_leaves_its_last_words(directory, run, monkeypatch):
-    def start(devices, model_root, lora_root):
+    def start(devices, model_root, **_):
         return LocalDaemons(devices, model_root, command=lambda *words: (*command, words[0]))
 
     command = (sys.executable, "-c", DYING)
@@ -328,6 +328,13 @@ def test_options_of_drafts_are_those_of_the_configuration(tmp_path):
         method="suffix", num_speculative_tokens=3, prompt_lookup_max=6, prompt_lookup_min=1
     )
     assert build_run_options(model=tmp_path).config.speculative == SpeculativeConfig()
+    options = build_run_options(
+        model=tmp_path,
+        speculative_method="draft_model",
+        num_speculative_tokens=2,
+        speculative_model=tmp_path / "small" / ".." / "draft",
+    )
+    assert options.config.speculative.model == str(tmp_path / "draft")
 
 
 @pytest.mark.parametrize(
@@ -339,14 +346,18 @@ def test_options_of_drafts_are_those_of_the_configuration(tmp_path):
             {"method": "suffix", "num_speculative_tokens": 2, "prompt_lookup_min": 5},
             "prompt_lookup_min",
         ),
+        ({"method": "draft_model", "num_speculative_tokens": 2}, "model"),
+        ({"method": "ngram", "num_speculative_tokens": 2, "model": "d"}, "model"),
     ],
 )
 def test_settings_of_drafts_that_mean_nothing_together_are_refused(tmp_path, fields, field):
     """By the options, by a group before it loads, and by a daemon."""
     config = SpeculativeConfig(**fields)
     given = {"speculative_method": fields.get("method", "none")} | {
-        name: value for name, value in fields.items() if name != "method"
+        name: value for name, value in fields.items() if name not in ("method", "model")
     }
+    if "model" in fields:
+        given["speculative_model"] = tmp_path / fields["model"]
     with pytest.raises(ClientConfigError) as refused:
         build_run_options(model=tmp_path, **given)
     assert refused.value.field == f"speculative.{field}"

@@ -121,7 +121,7 @@ def test_layers_of_both_kinds_share_the_pages_of_one_arena():
         made.append(torch.zeros(count, dtype=dtype))
         return made[-1]
 
-    caches = allocate_kv_caches(config, layers, torch.float32, 3, zeros)
+    caches = allocate_kv_caches(config, layers, torch.float32, 3, zeros).layers
     assert [tuple(kv.cache.shape) for kv in caches] == [
         (5, 2, 4, 2, 4), (5, 2, 4, 2, 4), (5, 16, 4), (5, 16, 4),
     ]  # fmt: skip

@@ -143,7 +143,7 @@ def test_states_and_pages_share_one_arena():
         return made[-1]
 
     config = planned()
-    caches = allocate_kv_caches(config, LAYERS, torch.bfloat16, MAX_NUM_SEQS, zeros)
+    caches = allocate_kv_caches(config, LAYERS, torch.bfloat16, MAX_NUM_SEQS, zeros).layers
     found = [(tuple(kv.cache.shape), kv.cache.dtype) for kv in caches]
     assert found == [
         ((4, 2, 3), torch.float32),

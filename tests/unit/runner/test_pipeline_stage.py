@@ -139,6 +139,8 @@ class Rank:
         self.others.reach("sample")
         return SamplerOutput(step.chosen.greedy)
 
+    reads_tokens = False
+
     def draft(self, rows, sampled):
         """The sampler's: there is no drafter."""
 

@@ -11,9 +11,10 @@ from worker_daemon import kernel_compiler
 from worker_daemon.kernels import triton_hash
 from worker_daemon.models.weights import LoadProgress
 from worker_daemon.server.progress import Progress
-from worker_daemon.worker.loading import LoadedModel, _ProgressLine
+from worker_daemon.worker.loading import LoadedModel
 from worker_daemon.worker.rank_device import OpenedDevice
 from worker_daemon.worker.serving import describe_steps
+from worker_daemon.worker.stage_loading import _ProgressLine
 
 
 def describe() -> str:

@@ -14,9 +14,10 @@ from worker_driver import GREEDY, WorkerDriver
 
 from rpc_schema import lifecycle
 from rpc_schema import weight_transfer as wt
-from rpc_schema.config import SpeculativeConfig
+from rpc_schema.config import ModelConfig, ParallelConfig, SpeculativeConfig, WorkerConfig
 from rpc_schema.errors import CheckpointError, ConfigError
 from worker_client.requests import SamplingParams
+from worker_daemon.plan.planning import plan_memory
 from worker_daemon.worker.worker import Worker
 
 MOST = 3
@@ -192,6 +193,29 @@ def test_the_draft_model_survives_sleep_and_is_reloaded(model_root, small, llama
     assert again == tokens
     assert steps > 12, "the draft model is still the old one"
     own.worker.close()
+
+
+def test_a_plan_counts_the_draft_model(model_root, small, llama):
+    worker = make_worker(model_root)
+    driver = WorkerDriver(worker, speculative=drafted("small"))
+    driver.init_device()
+    loaded = driver.load_model("llama")
+    config = WorkerConfig(
+        parallel=ParallelConfig(),
+        model=ModelConfig(model="llama"),
+        scheduler=driver.scheduler,
+        cache=driver.cache,
+        speculative=driver.speculative,
+    )
+    (rank,) = plan_memory(config, 1 << 32, [model_root]).ranks
+    assert rank.weights_bytes == loaded.model_memory_bytes
+    plan = driver.plan()
+    assert rank.kv_block_bytes * plan.num_blocks == plan.size_bytes + plan.draft_bytes
+    with pytest.raises(ConfigError, match="another size"):
+        driver.allocate(driver.plan(draft_bytes=64))
+    with pytest.raises(ConfigError, match="other layers of a draft model"):
+        driver.allocate(driver.plan(draft_layers=()))
+    worker.close()
 
 
 def test_what_cannot_draft_is_refused(model_root, llama, qwen, small, copy_config, prompts):

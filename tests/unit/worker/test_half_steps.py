@@ -50,7 +50,7 @@ def serving(request, monkeypatch, make_worker, model):
 
 
 def test_states_and_pages_are_allocated_by_the_plan(serving):
-    caches = {tuple(kv.cache.shape): kv.cache.dtype for kv in serving.worker._serving.kv}
+    caches = {tuple(kv.cache.shape): kv.cache.dtype for kv in serving.worker._serving.kv.layers}
     assert caches == {(9, 40): torch.float32, (64, 2, 16, 2, 8): torch.float32}
 
 
@@ -62,13 +62,13 @@ def test_after_half_a_step_its_requests_begin_again_and_others_go_on(
     tokens.append(serving.execute({0: 1})[0].token)
     last = serving.worker._model.stage._layers[-1]
     forward, last.forward = last.forward, None
-    before = [kv.cache.clone() for kv in serving.worker._serving.kv]
+    before = [kv.cache.clone() for kv in serving.worker._serving.kv.layers]
     with pytest.raises(TypeError):
         serving.execute({1: 9})
     last.forward = forward
     changed = [
         not torch.equal(kv.cache, old)
-        for kv, old in zip(serving.worker._serving.kv, before, strict=True)
+        for kv, old in zip(serving.worker._serving.kv.layers, before, strict=True)
     ]
     assert changed[0], "the step has got half-way"
     again = serving.execute({0: 1, 1: 23}, [(1, fails, GREEDY)], resync={0})

@@ -66,8 +66,9 @@ def test_reset_leaves_nothing_alive_though_a_description_is_kept(model_root, lla
     driver.serve("llama")
     kept = worker.describe()
     serving = worker._serving
-    parts = list(map(weakref.ref, (serving.runner, serving.kv[0].cache, worker._model.stage)))
-    del serving
+    cache = serving.kv.layers[0].cache
+    parts = list(map(weakref.ref, (serving.runner, cache, worker._model.stage)))
+    del serving, cache
     worker.reset(lc.Reset(epoch=1, seq=10_000, link=1, to="DEVICE_READY"))
     gc.collect()
     assert [part() for part in parts] == [None] * 3
