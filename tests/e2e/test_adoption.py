@@ -43,6 +43,7 @@ LONG = 90
 """Tokens of the command line's requests."""
 NONE = SpeculativeConfig()
 DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
+TWIN = SpeculativeConfig(method="draft_model", num_speculative_tokens=3, model="the target itself")
 KILLED_CLIENT = (sys.executable, "-m", "tests.support.killed_client")
 
 
@@ -128,6 +129,8 @@ def take_over(plan):
         exhaustively(2, 1, 3, NONE),
         (2, 1, 1, DRAFTS),
         exhaustively(1, 2, 2, DRAFTS),
+        (1, 2, 1, TWIN),
+        exhaustively(2, 1, 2, TWIN),
     ],
 )
 def test_drivers_killed_one_after_the_other_cost_no_token(
@@ -138,6 +141,8 @@ def test_drivers_killed_one_after_the_other_cost_no_token(
     rng = random.Random(seed)
     plan = make_plan(rng, pp, tp)
     expected = undisturbed(plan)
+    if drafts is TWIN:
+        drafts = replace(TWIN, model=plan.config.model.model)
     plan = replace(plan, config=replace(plan.config, speculative=drafts))
     if drafts is not NONE:
         assert undisturbed(plan) == expected
