@@ -21,6 +21,7 @@ from rpc_schema.base import (
     Value,
 )
 from rpc_schema.config import (
+    MAX_DRAFTS,
     CacheConfig,
     GraphConfig,
     LoraConfig,
@@ -133,6 +134,20 @@ class GpuLoad(Value, frozen=True, kw_only=True):
     power_w: Count | None = None
 
 
+class DraftsVerified(Value, frozen=True, kw_only=True):
+    """Drafts that steps have verified (speculative decoding), since the KV cache was made. Each
+    counts once on the rank that answers steps."""
+
+    num_verified: Unsigned
+    """Number of times that a request had drafts in a step. Each time it gains one token more than
+    drafts are accepted."""
+    num_drafted: Unsigned
+    """Drafts."""
+    accepted_by_place: Annotated[tuple[Unsigned, ...], Meta(max_length=MAX_DRAFTS)]
+    """Accepted drafts at each place: the first draft of a request in a step, the second, and so
+    on."""
+
+
 class ExpertLoad(Value, frozen=True, kw_only=True):
     """Tokens routed to each expert of a layer since the model was loaded. Counts only grow, until
     weights of another checkpoint are loaded. Padding, warm-up and dummy steps do not count; tokens
@@ -199,6 +214,8 @@ class Status(StatusHead, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """KV blocks of running requests; a shared block counts once per request."""
     upload_bytes: Unsigned = 0
     """Host memory for the attached driver's uploads; unfinished ones count in full."""
+    drafts: DraftsVerified | None = None
+    """None until steps have had drafts, and on ranks that do not answer steps."""
     expert_loads: tuple[ExpertLoad, ...] = ()
     """One entry for each layer with experts of this stage. They are as of this GetStatus, or as of
     an earlier one if the step thread did not answer in time."""

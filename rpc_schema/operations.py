@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
-from rpc_schema import adoption, cached_blocks, lease, lora, step, trace, uploads
+from rpc_schema import adoption, cached_blocks, drafts, lease, lora, step, trace, uploads
 from rpc_schema import lifecycle as lc
 from rpc_schema import weight_transfer as wt
 from rpc_schema.base import ControlRequest, StepReply, StepRequest
@@ -96,6 +96,12 @@ _STEP_ROWS: Final[tuple[StepOperation[Any], ...]] = (
     StepOperation(step.ExecuteModel, step.ModelRunnerOutput, _STEP, waits_for_peers=True),
     StepOperation(step.SampleTokens, step.ModelRunnerOutput, _STEP, waits_for_peers=True),
     StepOperation(step.ExecuteDummyBatch, step.ModelRunnerOutput, _STEP, waits_for_peers=True),
+    StepOperation(
+        drafts.TakeDraftTokenIds,
+        drafts.TakeDraftTokenIdsReply,
+        Rule(_only("READY"), _UP),
+        waits_for_peers=True,
+    ),
     # The load chain.
     StepOperation(
         lc.InitDevice,

@@ -27,6 +27,7 @@ from worker_client.scheduler import SchedulerInterface
 from worker_client.scheduler_output import SchedulerOutput, StepResult
 from worker_client.tracing.run_times import RequestTiming, RunTimes, StepTiming
 from worker_client.worker_group import WorkerGroup
+from worker_host.draft_counts import DraftCounts
 
 MAX_CONSECUTIVE_FAILURES = 3
 """Failed steps in a row, and recoveries without a successful step between them, after which the
@@ -77,6 +78,8 @@ class Driver:
         self.group = group
         self.scheduler = scheduler
         self.num_failures = 0
+        self.drafts = DraftCounts()
+        """Outcomes of all drafts. Any thread may read it."""
         self._on_result = on_result
         self._recover = recover
         self._times = RunTimes(max_history)
@@ -266,6 +269,8 @@ class Driver:
     def _settle(self, flight: StepInFlight, result: StepResult) -> None:
         """Pass the result of the oldest step on."""
         self._steps.in_flight.popleft()
+        for outcome in result.drafts.values():
+            self.drafts.add(*outcome)
         shown = result
         for settle in self._parts.settle:
             shown = settle(flight, shown)

@@ -24,6 +24,7 @@ from worker_client.errors import (
 )
 from worker_client.group.adoption import AdoptedRequest, RankRow, merge, read_page
 from worker_client.group.attaching import LEASE_WAIT_S, Attachment
+from worker_client.group.drafts import GroupDrafts
 from worker_client.group.failure_state import Answer, Change, FailureState, GroupRequest
 from worker_client.group.group_channel import SOLE_REPLICA, GroupChannel, ReplicaPlace
 from worker_client.group.group_channel import RankProgress as RankProgress
@@ -57,7 +58,7 @@ class WorkerGroup:
 
     Order: attach(), prepare(config), then execute_model() as often as wanted. All but steps and
     the group's own life is in `weights`, `memory` (sleep mode), `loras`, `uploads`, `prefixes`,
-    `profiling`, `watch` (liveness) and `lease`.
+    `drafts`, `profiling`, `watch` (liveness) and `lease`.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class WorkerGroup:
         self.loras = GroupLoras(self._channel)
         self.uploads = GroupUploads(self._channel)
         self.prefixes = GroupPrefixes(self._channel, self._steps)
+        self.drafts = GroupDrafts(self._channel, self._steps)
         self.profiling = GroupProfiling(self._channel)
         self._keys = keys
         self._loaded: tuple[WorkerConfig, LoadedGroup] | None = None

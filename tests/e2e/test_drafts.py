@@ -9,8 +9,10 @@ from rpc_schema.config import SpeculativeConfig
 from tests.support.checkpoints import decisive_prompts
 from tests.support.exhaustive import exhaustively
 from tests.support.flat_requests import changed
-from tests.support.serving import assert_greedy, generate, greedy_request
+from tests.support.serving import assert_greedy, generate, greedy_request, scheduler_limits
+from worker_client.driver import Driver
 from worker_client.requests import SamplingParams
+from worker_client.scheduler import Scheduler
 
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
 SUFFIX = SpeculativeConfig(method="suffix", num_speculative_tokens=4, prompt_lookup_min=1)
@@ -105,3 +107,65 @@ def test_seeded_tokens_and_reports_are_those_without_drafts(serve, reference, un
         for mine, other in zip(own.logprobs or (), alone.logprobs or (), strict=True):
             assert mine.token_ids[0] == other.token_ids[0]
             assert mine.logprobs[0] == pytest.approx(other.logprobs[0], abs=1e-4)
+
+
+class AskingGroup:
+    """A group whose drafts are asked for before each step is sent."""
+
+    def __init__(self, group):
+        self._group = group
+        self.asked = []
+
+    def __getattr__(self, name):
+        return getattr(self._group, name)
+
+    def execute_model(self, output):
+        drafts = self._group.drafts.take_token_ids()
+        assert self._group.drafts.take_token_ids() == drafts
+        self.asked.append((dict(zip(*drafts, strict=True)), output))
+        return self._group.execute_model(output)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), *map(exhaustively, ((1, 1), (2, 2)))])
+def test_drafts_can_be_read_before_the_step_that_verifies_them(serve, reference, shape):
+    """Some requests end while others run: drafts are of those of the last step, which in a pipeline
+    are others than those of the next."""
+    requests, results = repeating(reference, 1, 6), []
+    with serve(reference.path, *shape, reload=True, speculative=NGRAM) as (group, loaded):
+        asking = AskingGroup(group)
+        # While no time passes, a scheduler gives all drafts that fit.
+        scheduler = Scheduler(scheduler_limits(group, loaded), clock=lambda: 0.0)
+        driver = Driver(asking, scheduler, results.append)
+        for request in requests:
+            driver.add_request(request)
+        outputs = {output.req_id: output for output in driver.run()}
+        assert group.drafts.take_token_ids() == ([], [])  # the last step has ended requests
+        statuses = group.get_status()
+    num_accepted, last, known = 0, None, {}
+    for (drafts, output), result in zip(asking.asked, results, strict=True):
+        if last is not None:
+            assert set(drafts) == set(last)
+        known |= drafts
+        last = {*output.decode_req_ids, *output.num_scheduled_tokens}
+        for req_id, outcome in result.drafts.items():
+            pairs = zip(result.req_ids, result.token_ids, strict=True)
+            tokens = [token for owner, token in pairs if owner == req_id]
+            own = known[req_id]
+            assert own[: outcome.num_accepted] == tokens[:-1]
+            refused = own[outcome.num_accepted : outcome.num_drafted]
+            assert not refused or refused[0] != tokens[-1]
+            num_accepted += outcome.num_accepted
+    assert driver.drafts.num_accepted == num_accepted > 0
+    for request in requests:
+        assert len(outputs[request.id].token_ids) == request.max_tokens
+    *others, counted = [status.drafts for status in statuses if status.drafts is not None]
+    assert not others and counted == statuses[group.output_rank].drafts
+    assert counted.num_drafted == driver.drafts.num_drafted
+    assert list(counted.accepted_by_place) == driver.drafts.accepted_by_place
+
+
+def test_a_group_without_a_drafter_has_no_drafts_to_read(serve, reference):
+    with serve(reference.path, 1, 1, reload=True) as (group, loaded):
+        generate(group, loaded, [greedy_request("a", [1, 2, 3], 2)])
+        assert group.drafts.take_token_ids() is None
+        assert group.get_status()[0].drafts is None

@@ -12,8 +12,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.demo_model import make_demo_model
+from rpc_schema.config import SpeculativeConfig
 from tests.support.serving import worker_config
 from tests.support.waiting import PATIENCE_S
+from worker_client.scheduler.draft_lengths import DraftingChange
 from worker_client.service.access import KeyCheck
 from worker_client.service.admission import Admission
 from worker_client.service.app import make_app
@@ -40,7 +42,9 @@ def model(model_root):
 def service(model, endpoints):
     """Yield the context of a server that is not started, and a client of its application."""
     settings = ServiceSettings(names=("demo",), api_keys=(KEY,))
-    plan = ServedGroup(model, worker_config(model), endpoints=tuple(endpoints), reload=True)
+    drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=2, prompt_lookup_min=1)
+    config = worker_config(model, speculative=drafts)
+    plan = ServedGroup(model, config, endpoints=tuple(endpoints), reload=True)
     engine = Engine(plan, settings)
     context = ServiceContext(settings, engine, KeyCheck((KEY,), ()), Admission())
     transport = httpx2.ASGITransport(make_app(context))
@@ -105,6 +109,8 @@ def test_scrapes_count_what_clients_were_answered(model, daemons, monkeypatch):
                 assert (await complete(client, prompt="a", max_tokens=-1))[0] == 400
                 assert (await client.get("/nowhere")).status_code == 404
                 await leave(client)
+                context.engine.note_drafting(DraftingChange(None, False, 0.1))
+                context.engine.note_drafting(DraftingChange("a", False, 0.1))
                 after = await scrape(client)
             assert (await client.get("/livez")).status_code == 503
             await client.aclose()
@@ -138,6 +144,15 @@ def test_scrapes_count_what_clients_were_answered(model, daemons, monkeypatch):
     assert ours(seen, "http_responses_total", path="/v1/completions", code="400") == 1
     assert ours(seen, "http_responses_total", path="other", code="404") == 1
     assert ours(seen, "rank_state", rank="0", state="alive") == 1
+    drafted, rows = ours(seen, "draft_tokens_total"), ours(seen, "drafted_rows_total")
+    assert drafted == vllms(seen, "spec_decode_num_draft_tokens_total") >= rows > 0
+    assert rows == vllms(seen, "spec_decode_num_drafts_total")
+    accepted = [ours(seen, "accepted_draft_tokens_total", position=each) for each in "01"]
+    name = "spec_decode_num_accepted_tokens_per_pos_total"
+    assert accepted == [vllms(seen, name, position=each) for each in "01"]
+    assert sum(accepted) == vllms(seen, "spec_decode_num_accepted_tokens_total") <= drafted
+    changes = [ours(seen, "drafting_changes_total", change=c) for c in ("stopped", "resumed")]
+    assert changes == [1, 0]  # those of single requests are logged only
     assert value(seen, "vllm:cache_config_info", **seen["vllm:cache_config_info"].samples[0].labels)
     assert vllms(seen, "kv_cache_usage_perc") == ours(seen, "kv_usage_ratio") <= 1
     assert_tables_hold(seen)

@@ -6,6 +6,7 @@ vllm_metrics.json was made, in vLLM's environment:
 
 import ast
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,6 +34,18 @@ def defined():
         if KINDS[kind] == "counter":
             name += "_total"
         found[name] = {"type": KINDS[kind], "labels": sorted(set(_labels(options["labelnames"])))}
+    return found | _of_drafts()
+
+
+def _of_drafts():
+    """Return those of speculative decoding: counters, whose names stand in a list."""
+    found = {}
+    spec = find_spec("vllm.v1.spec_decode.metrics")
+    for node in ast.walk(ast.parse(Path(spec.origin).read_text())):
+        name = getattr(node, "value", None) if isinstance(node, ast.Constant) else None
+        if isinstance(name, str) and re.fullmatch(r"vllm:spec_decode_\w+", name):
+            more = ["position"] if name.endswith("_per_pos") else []
+            found[f"{name}_total"] = {"type": "counter", "labels": ["engine", "model_name", *more]}
     return found
 
 

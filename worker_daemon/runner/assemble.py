@@ -1,7 +1,7 @@
 """Assembles a model runner from its parts, by the rank's place in the group."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -44,6 +44,7 @@ from worker_daemon.runner.step_layout import (
 )
 from worker_daemon.runner.step_sampler import StepSampler
 from worker_daemon.runner.token_history import SampledTokens, TokenHistory
+from worker_host.draft_counts import DraftCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,8 @@ class RunnerParts:
     make_drafter: MakeDrafter
     """Makes the drafter of the last stage; returns None on the others."""
     adapters: Adapters | None = None
+    draft_counts: DraftCounts = field(default_factory=DraftCounts)
+    """Outcomes of drafts, on the rank that answers steps."""
 
     @property
     def depth(self) -> int:
@@ -139,7 +142,7 @@ def tie_stage(
 ) -> Stage:
     """Return the stage on a link. waits: None on a sole stage."""
     parallel = parts.parallel
-    replies = StepReplies(link, history, is_output_rank=parallel.is_output_rank)
+    replies = StepReplies(link, history, parts.draft_counts, is_output_rank=parallel.is_output_rank)
     sampler = StepSampler(parts.stage, state.parts, inputs.tables, inputs.drafter)
     no_hidden = torch.zeros((1, parts.hidden_size), dtype=parts.dtype, device=parts.device)
     if waits is None:

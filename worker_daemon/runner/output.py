@@ -22,6 +22,7 @@ from worker_daemon.runner.report import Report
 from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.runner.staging import Delivered, Delivery
 from worker_daemon.runner.token_history import FOLD_AT, Result, Sampled, TokenHistory
+from worker_host.draft_counts import DraftCounts
 
 
 class ReplyIdentity(NamedTuple):
@@ -49,8 +50,12 @@ class PendingOutput(Protocol):
 class StepReplies:
     """Builds a rank's replies; returns None on a rank that sends none."""
 
-    def __init__(self, link: Link, history: TokenHistory, *, is_output_rank: bool) -> None:
+    def __init__(
+        self, link: Link, history: TokenHistory, drafts: DraftCounts, *, is_output_rank: bool
+    ) -> None:
+        """drafts: where the outcomes of drafts are counted."""
         self._link = link
+        self._drafts = drafts
         self._history = history
         self._is_output_rank = is_output_rank
 
@@ -72,8 +77,18 @@ class StepReplies:
         link, history = self._link, self._history
         counts = rows.counts if rows.has_several else None
         is_own = rows.num_newer == 0 if rows.given else None
+        drafts = self._drafts if rows.has_drafts else None
         return StepOutput(
-            identity, rows.sampled, rows.bitmap, sampled, status, link, history, counts, is_own
+            identity,
+            rows.sampled,
+            rows.bitmap,
+            sampled,
+            status,
+            link,
+            history,
+            counts,
+            is_own,
+            drafts,
         )
 
     def of_delivery(
@@ -94,7 +109,8 @@ class StepOutput:
 
     The copies are enqueued after the step and before the next one, which may overwrite their
     sources. rows: of the tokens that are gained; slots: of these, as a bitmap; counts: [Q] samples
-    of each, None for one each; is_own: bool [R], the samples that rows may gain, None for all.
+    of each, None for one each; is_own: bool [R], the samples that rows may gain, None for all;
+    drafts: counts their outcomes, None if the step has none.
     """
 
     def __init__(
@@ -108,6 +124,7 @@ class StepOutput:
         history: TokenHistory,
         counts: Int64s | None = None,
         is_own: Bools | None = None,
+        drafts: DraftCounts | None = None,
     ) -> None:
         self._identity = identity
         self._rows = rows
@@ -117,6 +134,7 @@ class StepOutput:
         reported = [column for report in sampled.reports for column in report.columns]
         self._counts = counts
         self._is_own = is_own
+        self._drafts = drafts
         self._may_refuse = sampled.refused is not None
         refused = [] if sampled.refused is None else [sampled.refused]
         self._copies = _HostCopies([status, sampled.token_ids, *refused, *reported], link)
@@ -152,6 +170,8 @@ class StepOutput:
         if is_own is not None and counts is not None and self._counts is not None:
             own = token_ids[is_own].tobytes()
             gained = (counts == self._counts).astype(np.uint8).tobytes()
+        if self._drafts is not None and counts is not None and self._counts is not None:
+            _count(self._drafts, self._counts, counts)
         identity = self._identity
         _record(self._history, Result(identity.epoch, identity.seq, self._rows, own, gained))
         reply = ModelRunnerOutput(
@@ -338,3 +358,11 @@ def _frames(reports: Sequence[Report], columns: Sequence[Tensor]) -> list[Frame]
 def _raw(column: Tensor) -> bytes:
     values = np.ascontiguousarray(column.numpy())
     return values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def _count(drafts: DraftCounts, samples: Int64s, gained: Int64s) -> None:
+    """Count the drafts of a step's rows. samples, gained [Q]: those of each row, at least one if it
+    had drafts."""
+    for num_samples, num_gained in zip(samples.tolist(), gained.tolist(), strict=True):
+        if num_samples > 1:
+            drafts.add(num_samples - 1, num_gained - 1)

@@ -124,6 +124,11 @@ class RequestState:
         """True if a step failed and no resynchronization has followed."""
         return self._record.failed_seq is not None
 
+    @property
+    def last_step(self) -> ScheduledStep | None:
+        """The last accepted step; None since the rows were dropped."""
+        return self._record.newest
+
     def are_current(self, slots: Int64s, generations: Int64s) -> Bools:
         """Return [R]: True where a slot still holds the request of that generation."""
         current: Bools = self._counts.live[slots] & (self.generation[slots] == generations)
@@ -151,6 +156,11 @@ class RequestState:
         step's changes are missing, and written to any block."""
         if self._record.failed_seq is not None:
             self.contents.forget()
+            self.check_failure()
+
+    def check_failure(self) -> None:
+        """Raise PrecededByError if a step failed and no resynchronization has followed."""
+        if self._record.failed_seq is not None:
             raise PrecededByError(
                 f"step {self._record.failed_seq} failed before this one",
                 fix="send the next step with resync",
@@ -394,6 +404,11 @@ class StepRecord:
         """Number of accepted steps, over all epochs."""
         self._steps: deque[tuple[int, ScheduledStep]] = deque(maxlen=MAX_TAKEN_BACK)
         """The newest steps, with their epochs."""
+
+    @property
+    def newest(self) -> ScheduledStep | None:
+        """The newest step."""
+        return self._steps[-1][1] if self._steps else None
 
     def add(self, epoch: int, step: ScheduledStep) -> None:
         """Record an accepted step."""

@@ -8,6 +8,7 @@ from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.lifecycle import KVCacheAdvice, MemoryTag, TagState
 from worker_daemon.models.weight_state import WeightReport
 from worker_daemon.runner.block_contents import BlockContents
+from worker_host.draft_counts import DraftCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class WorkerDescription:
     """Returns the number of requests that run now."""
     num_kv_blocks_held: Callable[[], int] = int
     """Returns the number of KV blocks that running requests hold now."""
+    draft_counts: DraftCounts | None = None
+    """Outcomes of drafts, which grow; None below KV_READY."""
     uploads_in_use: Callable[[], frozenset[bytes]] = frozenset
     """Returns the hashes of the uploads that running requests use now."""
     input_wait_share: Callable[[], float] = float

@@ -3,8 +3,8 @@ cache, by the memory profile (worker/memory_profile.py)."""
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -27,6 +27,7 @@ from worker_daemon.raising import Translation
 from worker_daemon.runner.assemble import RunnerParts, assemble_runner, step_graphs, tie_stage
 from worker_daemon.runner.cuda_graph import StepGraphs
 from worker_daemon.runner.kv_cache import KVMemory
+from worker_daemon.runner.newest_drafts import NewestDrafts, read_drafts
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.stage_program import EagerProgram
 from worker_daemon.runner.warmup import (
@@ -42,6 +43,7 @@ from worker_daemon.runner.warmup import (
 from worker_daemon.worker.loading import LoadedModel
 from worker_daemon.worker.rank_device import OpenedDevice
 from worker_daemon.worker.resolve import pooling_support
+from worker_host.draft_counts import DraftCounts
 
 
 class Serving:
@@ -90,6 +92,24 @@ class Serving:
     def num_graphs(self) -> int:
         """The number of graphs."""
         return self._graphs.count
+
+    @property
+    def draft_counts(self) -> DraftCounts:
+        """The outcomes of drafts since the model was loaded, for any thread; none but on the rank
+        that answers steps."""
+        return self._parts.draft_counts
+
+    def newest_drafts(self) -> NewestDrafts | None:
+        """Return the drafts made after the last step: see read_drafts. None without a drafter.
+
+        Raises:
+            PrecededByError: a step has failed, on this rank at least.
+        """
+        state = self.runner.state
+        state.check_failure()
+        if self.runner.inputs.drafter is None:
+            return None
+        return read_drafts(state, self.runner.inputs.tables.next_tokens)
 
     def warm_up(self, message: StepMessage) -> None:
         """Run synthetic steps through the normal entry, then clear the rows."""
@@ -225,9 +245,11 @@ class Serving:
         with self._capturing(), self._uncounted():
             self._graphs.restore(self.runner)
 
-    def _uncounted(self) -> AbstractContextManager[None]:
-        """Return a context in which steps do not count as expert load: for synthetic steps."""
-        return self._parts.stage.expert_loads.unchanged()
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """Count neither expert loads nor drafts in the block: for synthetic steps."""
+        with self._parts.stage.expert_loads.unchanged(), self.draft_counts.unchanged():
+            yield
 
     def _capturing(self) -> Translation:
         self._set_phase("CAPTURING", LONG_OPERATION_S)

@@ -22,6 +22,7 @@ from rpc_schema import lora
 from rpc_schema import weight_transfer as wt
 from rpc_schema.adoption import AdoptRequests, AdoptRequestsReply
 from rpc_schema.codec import Frame
+from rpc_schema.drafts import RowDrafts, TakeDraftTokenIds, TakeDraftTokenIdsReply
 from rpc_schema.errors import CommError, StateError
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.operations import StepMessage
@@ -276,6 +277,12 @@ class Worker:
         """Make the steps after `seq`, which could not be read, fail until a resynchronization."""
         if self._serving_or_none is not None:
             self._serving_or_none.runner.state.mark_failed(seq)
+
+    def take_draft_token_ids(self, message: TakeDraftTokenIds) -> TakeDraftTokenIdsReply:
+        """Return the drafts made after the last step: see Serving.newest_drafts."""
+        found = self._serving.newest_drafts()
+        drafts = None if found is None else RowDrafts(**found._asdict())
+        return TakeDraftTokenIdsReply(**self._identity(message), drafts=drafts)
 
     def get_supported_tasks(self, message: lc.GetSupportedTasks) -> lc.GetSupportedTasksReply:
         """Return the tasks: generation, if the model has an output layer, and pooling."""
@@ -722,6 +729,7 @@ class Worker:
             # The description outlives a reset: it must hold no device memory.
             num_requests=serving.runner.state.num_requests if serving else int,
             num_kv_blocks_held=serving.runner.state.num_held_blocks if serving else int,
+            draft_counts=serving.draft_counts if serving else None,
             uploads_in_use=serving.runner.state.uploads_in_use if serving else frozenset,
             input_wait_share=partial(_waiting_share, serving.runner.waits if serving else None),
             expert_loads=model.stage.expert_loads.known.get if model else dict,

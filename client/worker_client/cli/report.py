@@ -21,6 +21,7 @@ from worker_client.requests import parent_id
 from worker_client.scheduler import RequestOutput
 from worker_client.scheduler_output import Logprobs
 from worker_client.tracing.run_times import StepTiming
+from worker_host.draft_counts import DraftCounts
 
 JsonValue: TypeAlias = "int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
 JsonObject: TypeAlias = dict[str, JsonValue]
@@ -112,22 +113,27 @@ def bench_object(
         "reply_delay": [msgspec.structs.asdict(status.reply_delay) for status in daemons],
         "input_wait_share": [status.input_wait_share for status in daemons],
         **({} if figures is None else {"experts": figures._asdict()}),
-        **_drafts(outputs),
+        **draft_figures(served.drafts),
         "providers": daemons[0].providers,
         "device": daemons[0].device,
         "versions": versions(),
     }
 
 
-def _drafts(outputs: Sequence[RequestOutput]) -> JsonObject:
-    """Return how many drafts steps have verified, and how many were accepted; nothing if there were
-    none."""
-    drafted = sum(output.num_drafted for output in outputs)
-    accepted = sum(output.num_accepted for output in outputs)
+def draft_figures(counts: DraftCounts) -> JsonObject:
+    """Return how many drafts steps have verified, and how many were accepted, in all and by place;
+    nothing if there were none. mean_length: tokens that a request gained by a step with drafts."""
+    drafted, accepted, verified = counts.num_drafted, counts.num_accepted, counts.num_verified
     if not drafted:
         return {}
-    share = accepted / drafted
-    return {"drafts": {"drafted": drafted, "accepted": accepted, "acceptance": share}}
+    figures: JsonObject = {
+        "drafted": drafted,
+        "accepted": accepted,
+        "acceptance": accepted / drafted,
+        "mean_length": 1 + accepted / verified,
+        "acceptance_by_place": [count / verified for count in counts.accepted_by_place],
+    }
+    return {"drafts": figures}
 
 
 def percentiles(values: Sequence[float]) -> JsonObject:

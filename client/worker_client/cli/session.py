@@ -48,6 +48,7 @@ from worker_client.structured.masked_steps import CompiledGrammars
 from worker_client.structured.opening import open_grammars
 from worker_client.tracing.run_times import RequestTiming, StepTiming
 from worker_client.worker_group import RankProgress, WorkerGroup
+from worker_host.draft_counts import DraftCounts
 
 OnOutcome: TypeAlias = Callable[[str, RequestOutput | str], None]
 """Function of (request id, its output or its error)."""
@@ -64,6 +65,8 @@ class Served:
     """Times of the steps; of one replica after the other."""
     timings: dict[str, RequestTiming]
     """Times of the requests, by id."""
+    drafts: DraftCounts
+    """Outcomes of the drafts of all steps."""
     startup_s: dict[str, float] = field(default_factory=dict)
     """Durations of phases, from process start to the first token; `total` is their sum."""
 
@@ -143,7 +146,7 @@ class Replica:
             on_outcome(output.req_id, output)
         seconds = time.monotonic() - start
         errors |= {output.req_id: output.error for output in outputs.values() if output.error}
-        return Served(outputs, errors, seconds, list(driver.records), driver.timings)
+        return Served(outputs, errors, seconds, list(driver.records), driver.timings, driver.drafts)
 
     def _grammars(
         self, inputs: Sequence[InputRequest], adopted: Sequence[AdoptedRequest]
@@ -240,6 +243,9 @@ class Session:
 
     def _joined(self, served: Sequence[Served]) -> Served:
         timings = {req_id: own for each in served for req_id, own in each.timings.items()}
+        drafts = DraftCounts()
+        for each in served:
+            drafts.include(each.drafts)
         first = min((timing.first_token for timing in timings.values()), default=self.ready)
         return Served(
             {req_id: output for each in served for req_id, output in each.outputs.items()},
@@ -247,6 +253,7 @@ class Session:
             max(each.seconds for each in served),
             [record for each in served for record in each.records],
             timings,
+            drafts,
             {
                 **self.startup_s,
                 "first_token": first - self.ready,

@@ -69,10 +69,15 @@ OnDraftingChange: TypeAlias = Callable[[DraftingChange], None]
 
 
 def log_change(change: DraftingChange) -> None:
-    """Log a change."""
+    """Log a change, as the event drafting_stopped or drafting_resumed; of a single request as
+    request_drafting_stopped, ..."""
     whose = "drafts" if change.req_id is None else f"drafts of request {change.req_id!r}"
     what = "pay again" if change.pays else "do not pay any more, and are left out"
-    _LOG.warning("%s %s: %.0f %% are accepted", whose, what, 100 * change.acceptance)
+    event = "drafting_resumed" if change.pays else "drafting_stopped"
+    if change.req_id is not None:
+        event = f"request_{event}"
+    share = 100 * change.acceptance
+    _LOG.warning("%s %s: %.0f %% are accepted", whose, what, share, extra={"event": event})
 
 
 class _Cell:

@@ -24,6 +24,7 @@ from worker_client.inputs.text_stream import StreamedText
 from worker_client.inputs.tokenizer import TextBounds, Tokenizer, load_tokenizer
 from worker_client.requests import GenerationRequest, forked, seeded, with_adapter
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
+from worker_client.scheduler.draft_lengths import DraftingChange, log_change
 from worker_client.scheduler.reference import OVERDUE
 from worker_client.scheduler_output import Logprobs
 from worker_client.service.errors import HttpError, unknown_model
@@ -164,7 +165,8 @@ class Engine:
             grammars = open_grammars(plan.model, metadata.vocab_size, metadata.eos_token_ids)
             stack.callback(grammars.close)
             limits = scheduler_limits(loaded, plan.config, max_itl_ms=plan.max_itl_ms)
-            scheduler = Scheduler(limits, self.tokenizer)
+            changed = self.note_drafting
+            scheduler = Scheduler(limits, self.tokenizer, on_drafting_change=changed)
             self._opened = opened
             self.phase = "READY"
             recover = partial(self._recover, opened)
@@ -176,6 +178,12 @@ class Engine:
     def _recover(self, opened: OpenedGroup, died: WorkerDied) -> None:
         self.counts.num_recoveries += 1
         opened.recover(died)
+
+    def note_drafting(self, change: DraftingChange) -> None:
+        """Log and count that drafts have ceased to pay, or pay again. On the driver's thread."""
+        log_change(change)
+        if change.req_id is None:
+            self.counts.drafting_changes["resumed" if change.pays else "stopped"] += 1
 
     def _note_phase(self, progress: RankProgress) -> None:
         if progress.phase != "IDLE":

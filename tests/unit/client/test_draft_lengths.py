@@ -9,8 +9,14 @@ import numpy as np
 import pytest
 
 from worker_client.scheduler.acceptance import Acceptance
-from worker_client.scheduler.draft_lengths import DraftLengths, StepCosts
+from worker_client.scheduler.draft_lengths import (
+    DraftingChange,
+    DraftLengths,
+    StepCosts,
+    log_change,
+)
 from worker_client.scheduler_output import DraftOutcome
+from worker_host.log_lines import event_of
 
 MOST = 4
 DEPTH = 2
@@ -190,3 +196,16 @@ def test_steps_with_prompts_and_failed_steps_teach_nothing():
     lengths.failed(1)
     lengths.done()
     assert lengths.choose(requests) == {"r0": MOST, "r1": MOST}
+
+
+def test_changes_are_events(caplog):
+    """One event name a line: that of one request is another than that of all."""
+    for change in (
+        DraftingChange(None, False, 0.1),
+        DraftingChange(None, True, 0.8),
+        DraftingChange("a", False, 0.0),
+    ):
+        log_change(change)
+    events = [event_of(record) for record in caplog.records]
+    assert events == ["drafting_stopped", "drafting_resumed", "request_drafting_stopped"]
+    assert "10 % are accepted" in caplog.text and "request 'a'" in caplog.text

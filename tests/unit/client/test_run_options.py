@@ -24,12 +24,13 @@ from rpc_schema.errors import ConfigError
 from tests.support.fake_daemon import next_token
 from tests.unit.client.conftest import options
 from worker_client.cli.options import build_run_options
-from worker_client.cli.report import output_line
+from worker_client.cli.report import draft_figures, output_line
 from worker_client.errors import ClientConfigError
 from worker_client.group.loading import check_config
 from worker_client.launcher import LocalDaemons
 from worker_client.requests import RequestOutput
 from worker_daemon.worker.resolve import check_speculative
+from worker_host.draft_counts import DraftCounts
 
 ROOT = Path(__file__).parents[3]
 
@@ -384,3 +385,20 @@ def test_results_say_how_many_drafts_were_accepted():
     assert (line["num_drafted"], line["num_accepted"]) == (4, 1)
     plain = output_line("a", dataclasses.replace(drafted, num_drafted=0, num_accepted=0), None)
     assert not {"num_drafted", "num_accepted"} & plain.keys()
+
+
+def test_bench_says_how_many_drafts_were_accepted_at_each_place():
+    """Of all replicas together, each with its own most drafts."""
+    one, two = DraftCounts(), DraftCounts()
+    for drafted, accepted in ((4, 4), (4, 1), (2, 0)):
+        one.add(drafted, accepted)
+    two.add(1, 1)
+    two.include(one)
+    assert draft_figures(two)["drafts"] == {
+        "drafted": 11,
+        "accepted": 6,
+        "acceptance": 6 / 11,
+        "mean_length": 2.5,
+        "acceptance_by_place": [0.75, 0.25, 0.25, 0.25],
+    }
+    assert draft_figures(DraftCounts()) == {}

@@ -25,6 +25,7 @@ from worker_daemon.runner.stage_program import StageOutput
 from worker_daemon.runner.staging import HostStaging
 from worker_daemon.runner.step_layout import ExactShapes
 from worker_daemon.runner.token_history import TokenHistory
+from worker_host.draft_counts import DraftCounts
 
 CPU = torch.device("cpu")
 HIDDEN = 4
@@ -102,7 +103,9 @@ class Rank:
             return build(step)
 
         inputs.build = building
-        replies = StepReplies(Link(1, CPU), TokenHistory(), is_output_rank=place == LAST)
+        replies = StepReplies(
+            Link(1, CPU), TokenHistory(), DraftCounts(), is_output_rank=place == LAST
+        )
         neighbours = Neighbours(
             None if place == FIRST else self.others,
             None if place == LAST else self.others,

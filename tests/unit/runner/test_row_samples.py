@@ -28,6 +28,7 @@ from worker_daemon.runner.step_layout import ExactShapes
 from worker_daemon.runner.step_sampler import StepSampler
 from worker_daemon.runner.token_history import SampledTokens
 from worker_daemon.sample.sampler import TorchSampling
+from worker_host.draft_counts import DraftCounts
 
 CPU = torch.device("cpu")
 LIMITS = StepLimits(5, 40, 30, 50, 4, 30, max_samples_per_seq=3)
@@ -145,7 +146,7 @@ def test_a_refused_token_is_the_newest_of_its_row():
     assert returned.tolist() == [[11, 24, 15], [0, 1, 0]]
     assert tables.last_sampled[[0, 1, 3]].tolist() == [11, 24, 15]
     history = SampledTokens(6, 30)
-    replies = StepReplies(Link(1, CPU), history, is_output_rank=True)
+    replies = StepReplies(Link(1, CPU), history, DraftCounts(), is_output_rank=True)
     output = replies.of_tokens(
         ReplyIdentity(1, 2, 0, weights_version=0), rows, sampled, step.status
     )

@@ -11,6 +11,7 @@ from rpc_schema import lifecycle as lc
 from rpc_schema import lora, step
 from rpc_schema import weight_transfer as wt
 from rpc_schema.adoption import AdoptRequests
+from rpc_schema.drafts import TakeDraftTokenIds
 from rpc_schema.errors import StateError
 from rpc_schema.operations import LINK_STATES, LOAD_CHAIN, STEP_OPERATIONS, StepMessage
 from tests.unit.server.driver import rendezvous
@@ -60,6 +61,7 @@ EXPECTED = {
     lora.ListLoras: ({MODEL, KV, READY}, ANY_LINK),
     lora.PinLora: ({MODEL, KV, READY}, ANY_LINK),
     AdoptRequests: ({READY}, ANY_LINK),
+    TakeDraftTokenIds: ({READY}, {"up"}),
     step.ExecuteModel: ({READY}, {"up"}),
     step.SampleTokens: ({READY}, {"up"}),
     step.ExecuteDummyBatch: ({READY}, {"up"}),

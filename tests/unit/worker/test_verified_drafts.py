@@ -9,7 +9,9 @@ from worker_driver import GREEDY, SCHEDULER, WorkerDriver
 
 from rpc_schema.adoption import AdoptRequests
 from rpc_schema.config import SpeculativeConfig
-from rpc_schema.errors import InvalidStepError
+from rpc_schema.drafts import RowDrafts, TakeDraftTokenIds
+from rpc_schema.errors import BadFrameError, InvalidStepError, PrecededByError
+from worker_client.group.drafts import read_drafts
 from worker_client.requests import SamplingParams
 from worker_daemon.worker.worker import Worker
 
@@ -237,3 +239,74 @@ def test_a_group_without_drafts_refuses_them(model_root, llama, prompts):
     with pytest.raises(InvalidStepError, match=r"speculative\.method"):
         driver.execute({0: 2}, drafts={0: [3]})
     worker.close()
+
+
+def taken(driver):
+    """{request: drafts} that the worker has made after the last step; None without a drafter."""
+    reply = driver.worker.take_draft_token_ids(TakeDraftTokenIds(**driver.ids()))
+    if reply.drafts is None:
+        return None
+    found = read_drafts([reply.drafts])
+    return dict(zip(found.req_ids, found.draft_token_ids, strict=True))
+
+
+def test_drafts_that_a_driver_reads_are_those_that_the_next_step_verifies(looked_up, prompts):
+    """Of rows that a prefill leaves unsampled, and of deferred ones, there are none yet."""
+    head = prompts([6], seed=67)[0]
+    rows = Rows(looked_up, {1: head * 3, 4: head * 2}, GREEDY, 30)
+    driver = rows.driver
+    assert taken(driver) == {}  # its last step has only ended a request
+    rows.begin()
+    num_right = 0
+    for _ in range(5):
+        drafts = taken(driver)
+        assert taken(driver) == drafts and list(drafts) == ["request-1", "request-4"]
+        have = {slot: len(own) for slot, own in rows.gained.items()}
+        found = rows.take(dict.fromkeys(rows.texts, 1 + MOST), dict.fromkeys(rows.texts, [-1] * 4))
+        for slot, newest in found.items():
+            own = drafts[f"request-{slot}"]
+            accepted = len(newest.earlier)
+            assert len(own) == MOST and own[:accepted] == [s.token for s in newest.earlier]
+            rest = rows.alone[slot][have[slot] :]
+            assert accepted == MOST or own[accepted] != rest[accepted]
+            num_right += accepted
+    assert num_right
+    rows.refused.pop(4, None)
+    rows.take({1: 1}, finished=[4], settled=b"\2")
+    assert list(taken(driver)) == ["request-1"]
+
+    long = prompts([30], seed=69)[0]
+    driver.execute({1: 1, 6: 8}, [(6, long, GREEDY)])
+    assert [len(own) for own in taken(driver).values()] == [MOST, 0]
+    deferred = {1: 1, 6: 22}
+    driver.execute(deferred, defer=[6])
+    seq = driver.seq
+    assert [len(own) for own in taken(driver).values()] == [MOST, 0]
+    driver.sample(seq)
+    assert [len(own) for own in taken(driver).values()] == [MOST, MOST]
+
+    looked_up.on_attach()
+    assert taken(driver) == {}
+    driver.computed[3], driver.blocks[3] = 0, []
+    with pytest.raises(InvalidStepError):
+        driver.execute({3: 1})
+    with pytest.raises(PrecededByError, match="resync"):
+        taken(driver)
+    looked_up.on_attach()
+
+
+def test_without_a_drafter_there_are_no_drafts_to_read(brought, prompts):
+    brought.on_attach()
+    driver = WorkerDriver(brought)
+    driver.execute({0: 5}, [(0, prompts([5], seed=71)[0], GREEDY)])
+    assert taken(driver) is None
+
+
+@pytest.mark.parametrize(
+    ("counts", "tokens", "word"),
+    [(b"\1", b"123", "int32"), (b"\1", b"12345678", "columns"), (b"", b"", "columns")],
+)
+def test_replies_with_wrong_columns_are_refused(counts, tokens, word):
+    rows = RowDrafts(req_ids=("a",), num_drafts=counts, token_ids=tokens)
+    with pytest.raises(BadFrameError, match=word):
+        read_drafts([rows])

@@ -92,6 +92,7 @@ class DaemonReadings:
             table.INPUT_WAIT: _one(status.input_wait_share),
             table.TOKENS: [(("sampled",), status.num_tokens)],
             table.REQUESTS: _one(status.num_requests),
+            **_drafts(status.drafts),
         }
 
     def _resources(self, status: lc.Status) -> dict[ExportedMetric, list[Reading]]:
@@ -149,6 +150,15 @@ def _states(status: lc.Status) -> Iterator[Reading]:
         present[tag], axes[tag] = state, get_args(lc.TagState)
     for axis, states in axes.items():
         yield from (((axis, state), float(state == present[axis])) for state in states)
+
+
+def _drafts(drafts: lc.DraftsVerified | None) -> dict[ExportedMetric, list[Reading]]:
+    accepted = () if drafts is None else drafts.accepted_by_place
+    return {
+        table.DRAFTED_ROWS: _one(0 if drafts is None else drafts.num_verified),
+        table.DRAFT_TOKENS: _one(0 if drafts is None else drafts.num_drafted),
+        table.ACCEPTED_TOKENS: [((str(place),), count) for place, count in enumerate(accepted)],
+    }
 
 
 def _experts(loads: Iterable[lc.ExpertLoad]) -> dict[ExportedMetric, list[Reading]]:

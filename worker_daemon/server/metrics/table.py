@@ -76,6 +76,13 @@ INPUT_WAIT: Final = _gauge(
     "Share of time in which a pipeline stage waits for its input, over the last sampled steps.",
 )
 TOKENS: Final = _counter("tokens", "Tokens sampled; 0 on ranks that do not answer steps.", "kind")
+DRAFTED_ROWS: Final = _counter(
+    "drafted_rows", "Times that a request had drafts in a step, since the KV cache was made."
+)
+DRAFT_TOKENS: Final = _counter("draft_tokens", "Drafts that steps have verified, since then.")
+ACCEPTED_TOKENS: Final = _counter(
+    "accepted_draft_tokens", "Accepted drafts by their place in the step, from 0.", "position"
+)
 REQUESTS: Final = _gauge("requests_running", "Requests that have a slot.")
 KV_BLOCKS: Final = _gauge(
     "kv_blocks",
@@ -124,7 +131,8 @@ POWER: Final = _gauge("gpu_power_watts", "Power of the GPU (NVML).")
 DAEMON_METRICS: Final = (
     *(BUILD_INFO, STATE, RANK, LEASE_EPOCH, LEASE_REMAINING, STARTUP, OPERATION, LOAD_PROGRESS),
     *(STEP, STEP_PHASE, STEPS, STEP_REPLAYS, STEP_REJECTED, ERRORS, INFLIGHT_STEPS, INPUT_WAIT),
-    *(TOKENS, REQUESTS, KV_BLOCKS, KV_USAGE, MEMORY, UPLOADS, GRAPHS, WEIGHTS_VERSION),
+    *(TOKENS, DRAFTED_ROWS, DRAFT_TOKENS, ACCEPTED_TOKENS, REQUESTS, KV_BLOCKS, KV_USAGE, MEMORY),
+    *(UPLOADS, GRAPHS, WEIGHTS_VERSION),
     *(EXPERT_TOKENS, EXPERT_IMBALANCE, WATCHDOG_AGE, OVERDUE, HANGS, COMM_ABORTS, XID, DEGRADED),
     *(BAD_FRAMES, AUTH_FAILURES, UTILIZATION, TEMPERATURE, POWER),
 )

@@ -25,6 +25,7 @@ from worker_daemon.server.step_thread import MAX_FAILURE_BYTES, UID_BYTES
 from worker_daemon.server.wire.endpoints import AnyEndpoint
 from worker_daemon.worker.uploads import Uploads
 from worker_daemon.worker.wire_identity import on_wire
+from worker_host.draft_counts import DraftCounts
 from worker_host.plain_text import one_line
 
 MAX_STATUS_BYTES: Final = MAX_CONTROL_BYTES // 2
@@ -127,6 +128,7 @@ class StatusReport:
             gpu_load=None if load is None else lc.GpuLoad(**asdict(load)),
             num_kv_blocks_held=snapshot.description.num_kv_blocks_held(),
             upload_bytes=self.uploads.num_bytes,
+            drafts=_drafts_verified(snapshot.description.draft_counts),
             expert_loads=tuple(
                 lc.ExpertLoad(layer=layer, counts=counts)
                 for layer, counts in snapshot.description.expert_loads().items()
@@ -159,3 +161,13 @@ class StatusReport:
 def _weights_status(weights: WeightReport) -> WeightsStatus:
     values = asdict(weights) | {"identity": on_wire(weights.identity)}
     return WeightsStatus(**values)
+
+
+def _drafts_verified(counts: DraftCounts | None) -> lc.DraftsVerified | None:
+    if counts is None or not counts.num_drafted:
+        return None
+    return lc.DraftsVerified(
+        num_verified=counts.num_verified,
+        num_drafted=counts.num_drafted,
+        accepted_by_place=tuple(counts.accepted_by_place),
+    )

@@ -51,6 +51,9 @@ class ServiceCounts:
         self.num_preemptions = 0
         self.num_recoveries = 0
         """Deaths of daemons that were to be recovered from. Written by the driver's thread."""
+        self.drafting_changes: Counter[str] = Counter(stopped=0, resumed=0)
+        """Changes for good of whether drafts of all requests pay. Written by the driver's
+        thread."""
         self.first_token = HistogramCounts(FIRST_BOUNDS_S)
         self.inter_token = HistogramCounts(TOKEN_BOUNDS_S)
         self.per_token = HistogramCounts(TOKEN_BOUNDS_S)

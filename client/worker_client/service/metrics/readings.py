@@ -12,6 +12,7 @@ from worker_client.service.admission import Admission
 from worker_client.service.engine import Engine
 from worker_client.service.metrics import table
 from worker_client.wire.liveness import Liveness
+from worker_host.draft_counts import DraftCounts
 from worker_host.metrics import ExportedMetric, HistogramCounts, MetricReadings, Reading
 
 ENGINE: Final = "0"
@@ -42,6 +43,7 @@ class ServiceReadings:
             **self._server(load),
             **self._requests(),
             **self._driver(),
+            **self._drafts(),
             **self._vllms(load),
             **self._vllms_of_requests(),
             **self._vllms_information(),
@@ -101,6 +103,23 @@ class ServiceReadings:
             table.FAILED_STEPS: _one(0 if driver is None else driver.num_failures),
             table.RECOVERIES: _one(self._engine.counts.num_recoveries),
             table.RANK_STATE: ranks,
+        }
+
+    def _drafts(self) -> dict[ExportedMetric, list[Reading]]:
+        driver, changes = self._engine.inner, self._engine.counts.drafting_changes
+        drafts = DraftCounts() if driver is None else driver.drafts
+        by_place = [(str(place), n) for place, n in enumerate(drafts.accepted_by_place)]
+        return {
+            table.DRAFTED_ROWS: _one(drafts.num_verified),
+            table.DRAFT_TOKENS: _one(drafts.num_drafted),
+            table.ACCEPTED_TOKENS: [((place,), count) for place, count in by_place],
+            table.DRAFTING_CHANGES: [((change,), count) for change, count in changes.items()],
+            table.V_DRAFTED: self._labelled(drafts.num_verified),
+            table.V_DRAFT_TOKENS: self._labelled(drafts.num_drafted),
+            table.V_ACCEPTED: self._labelled(drafts.num_accepted),
+            table.V_ACCEPTED_BY_PLACE: [
+                ((*self._labels, place), count) for place, count in by_place
+            ],
         }
 
     def _vllms(self, load: _Load) -> dict[ExportedMetric, list[Reading]]:

@@ -69,6 +69,22 @@ QUERIED_TOKENS: Final = _ours(
     "Tokens of prompts that were looked up in the prefix cache. Counted when a sample has ended.",
 )
 GENERATED_TOKENS: Final = _ours("generation_tokens_total", _COUNTER, "Tokens generated.")
+DRAFTED_ROWS: Final = _ours(
+    "drafted_rows_total", _COUNTER, "Times that a sample had drafts in a step."
+)
+DRAFT_TOKENS: Final = _ours("draft_tokens_total", _COUNTER, "Drafts that steps have verified.")
+ACCEPTED_TOKENS: Final = _ours(
+    "accepted_draft_tokens_total",
+    _COUNTER,
+    "Accepted drafts by their place in the step, from 0.",
+    "position",
+)
+DRAFTING_CHANGES: Final = _ours(
+    "drafting_changes_total",
+    _COUNTER,
+    "How often drafts have ceased to pay for good (stopped), and have paid again (resumed).",
+    "change",
+)
 PREEMPTIONS: Final = _ours(
     "preemptions_total", _COUNTER, "Preemptions, counted when a sample has ended."
 )
@@ -88,7 +104,8 @@ RANK_STATE: Final = _ours(
 SERVICE_METRICS: Final = (
     *(BUILD_INFO, READY, STARTUP, RUNNING, WAITING, TAKEN, MOST_TAKEN, OUTCOMES, RESPONSES),
     *(FIRST_TOKEN, INTER_TOKEN, REQUEST, PROMPT_TOKENS, CACHED_TOKENS, QUERIED_TOKENS),
-    *(GENERATED_TOKENS, PREEMPTIONS, KV_USAGE, IN_FLIGHT, FAILED_STEPS, RECOVERIES, RANK_STATE),
+    *(GENERATED_TOKENS, DRAFTED_ROWS, DRAFT_TOKENS, ACCEPTED_TOKENS, DRAFTING_CHANGES),
+    *(PREEMPTIONS, KV_USAGE, IN_FLIGHT, FAILED_STEPS, RECOVERIES, RANK_STATE),
 )
 
 V_RUNNING: Final = _vllms("num_requests_running", _GAUGE, "Samples that are scheduled.")
@@ -138,6 +155,19 @@ V_NS: Final = _vllms("request_params_n", _HISTOGRAM, "Samples that a request ask
 V_MAX_TOKENS: Final = _vllms(
     "request_params_max_tokens", _HISTOGRAM, "Tokens that a request allows for a sample."
 )
+V_DRAFTED: Final = _vllms(
+    "spec_decode_num_drafts_total", _COUNTER, "Times that a sample had drafts in a step."
+)
+V_DRAFT_TOKENS: Final = _vllms(
+    "spec_decode_num_draft_tokens_total", _COUNTER, "Drafts that steps have verified."
+)
+V_ACCEPTED: Final = _vllms("spec_decode_num_accepted_tokens_total", _COUNTER, "Accepted drafts.")
+V_ACCEPTED_BY_PLACE: Final = _vllms(
+    "spec_decode_num_accepted_tokens_per_pos_total",
+    _COUNTER,
+    "Accepted drafts by their place in the step, from 0.",
+    "position",
+)
 V_LORA: Final = ExportedMetric(
     "vllm:lora_requests_info",
     _GAUGE,
@@ -155,5 +185,5 @@ VLLM_METRICS: Final = (
     *(V_RUNNING, V_WAITING, V_KV_USAGE, V_OLD_KV_USAGE, V_QUERIES, V_HITS, V_OLD_QUERIES),
     *(V_OLD_HITS, V_PREEMPTIONS, V_PROMPT, V_GENERATION, V_SUCCESS, V_FIRST_TOKEN, V_INTER_TOKEN),
     *(V_OLD_INTER_TOKEN, V_PER_TOKEN, V_LATENCY, V_DECODE, V_PROMPT_LENGTHS, V_LENGTHS, V_NS),
-    *(V_MAX_TOKENS, V_LORA, V_CACHE),
+    *(V_MAX_TOKENS, V_DRAFTED, V_DRAFT_TOKENS, V_ACCEPTED, V_ACCEPTED_BY_PLACE, V_LORA, V_CACHE),
 )
