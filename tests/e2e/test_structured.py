@@ -10,6 +10,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
+from rpc_schema.config import SpeculativeConfig
 from rpc_schema.step import NO_TOKEN
 from tests.support.doomed_driver import Death
 from tests.support.exhaustive import exhaustively
@@ -151,10 +152,11 @@ def nursery():
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("method", ["none", "driver"])
 @pytest.mark.parametrize("pp", [1, 2])
-def test_killed_driver_costs_no_token(daemons, model, sampling, nursery, pp):
+def test_killed_driver_costs_no_token(daemons, model, sampling, nursery, pp, method):
     """The next one has the grammars from the daemons, and its matchers from the tokens, some of
-    which were not sampled."""
+    which were not sampled, or were drafts."""
     seed = random.randrange(1 << 30)
     rng = random.Random(seed)
     cases = [schema_case({"type": "array", "items": {"enum": [1, "two"]}, "minItems": 20})]
@@ -162,7 +164,8 @@ def test_killed_driver_costs_no_token(daemons, model, sampling, nursery, pp):
     cases += [schema_case(forced_schema(rng)) for _ in range(3)]
     lines = [line(rng, f"m{i}", case.options) for i, case in enumerate(cases)]
     lines += [line(rng, f"f{i}") for i in range(3)]
-    config = worker_config(model.path, pp, step_deadline_ms=1000)
+    drafts = SpeculativeConfig(method=method, num_speculative_tokens=3 if method != "none" else 0)
+    config = worker_config(model.path, pp, step_deadline_ms=1000, speculative=drafts)
     plan = Plan(daemons.endpoints(pp), config, [json.dumps(fields) for fields in lines])
     with WorkerGroup(plan.endpoints, config.parallel, lease=LONG_LEASE) as group:
         group.attach(force=True)

@@ -293,9 +293,8 @@ def scheduler_limits(group: WorkerGroup, loaded: LoadedGroup, **changes: object)
         "generates": loaded.metadata.generates,
         "pooling": loaded.metadata.pooling,
         "max_loras": loaded_config.lora.max_loras,
-        "num_speculative_tokens": loaded_config.speculative.num_speculative_tokens
-        if loaded_config.speculative.on_device
-        else 0,
+        "num_speculative_tokens": loaded_config.speculative.num_speculative_tokens,
+        "makes_drafts": loaded_config.speculative.on_device,
     }
     return SchedulerLimits(**{**fields, **changes})
 

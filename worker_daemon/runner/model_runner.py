@@ -284,7 +284,7 @@ class ModelRunner:
         """
         state, seq = self.state, request.step_seq
         step_values = state.parts.check_step(request.extensions, arrays, state.limits)
-        slots, left = state.take_unsampled(seq, request.slots)
+        slots, left = state.take_unsampled(seq, request.slots, step_values)
         try:
             take = partial(self._take_deferred, seq, slots, left, step_values)
             reply = self._stage.sample_later(slots, take, self._identify(request))

@@ -28,6 +28,7 @@ from worker_daemon.runner.scheduled_step import (
     NO_UPDATES,
     BlockUpdates,
     ScheduledStep,
+    StepExtensions,
     StepLimits,
     blocks_before_window,
     invalid,
@@ -76,6 +77,8 @@ class RequestState:
         """Slots that each step has still to sample, by seq. Its requests may have ended since."""
         self._generations: dict[int, Int64s] = {}
         """For each step in _deferred, the generations of its slots."""
+        self._deferred_drafts: dict[int, Int32s] = {}
+        """For each step in _deferred with drafts, those of its slots."""
         self._record = StepRecord(limits.block_groups)
         self._checker = StepChecker(limits, parts)
         self._lockstep = lockstep
@@ -140,6 +143,7 @@ class RequestState:
         self._steady = {}
         self._deferred.clear()
         self._generations.clear()
+        self._deferred_drafts.clear()
         self._record.restart()
 
     def mark_failed(self, seq: int) -> None:
@@ -269,6 +273,7 @@ class RequestState:
             self._record.restart()
             self._deferred.clear()
             self._generations.clear()
+            self._deferred_drafts.clear()
         if scheduled.block_updates.rows.size:
             self._note_written(scheduled)
         samples = scheduled.num_samples > 0
@@ -283,6 +288,8 @@ class RequestState:
             later = batch.slots[scheduled.deferred]
             counts.unsampled[later] = True
             self._deferred[step.seq], self._generations[step.seq] = later, self.generation[later]
+            if scheduled.drafts is not None:
+                self._deferred_drafts[step.seq] = scheduled.drafts.counts[scheduled.deferred]
         steady = self._steady_batch(scheduled, batch, capacity)
         still = self._surviving_steady_batches(step)
         if steady is not None:
@@ -355,13 +362,16 @@ class RequestState:
             self.generation[request.slot] += 1
             first += request.num_tokens
 
-    def take_unsampled(self, step_seq: int, named: bytes | None) -> tuple[Int64s, Int64s]:
+    def take_unsampled(
+        self, step_seq: int, named: bytes | None, step_values: StepExtensions = NO_STEP_VALUES
+    ) -> tuple[Int64s, Int64s]:
         """Note that slots that a step has deferred are sampled now: those that a bitmap names, or
         all that are left. Return those of them that still hold their request, and the slots that
-        are left.
+        are left. step_values: those of the message.
 
         Raises:
-            InvalidStepError: the step has deferred none, or not these, or they were sampled.
+            InvalidStepError: the step has deferred none, or not these, or they were sampled; or the
+                values do not fit their drafts.
         """
         if step_seq not in self._deferred:
             raise invalid("step_seq", step_seq, f"one of {sorted(self._deferred)}")
@@ -373,11 +383,16 @@ class RequestState:
             if not 0 < np.count_nonzero(now) == wanted.size:
                 fix = f"some of {slots.tolist()[:8]}, which step {step_seq} has still to sample"
                 raise invalid("slots", wanted.tolist()[:8], fix)
+        drafts = self._deferred_drafts.get(step_seq)
+        if drafts is not None:
+            self.parts.check_drafts(step_values, slots[now], drafts[now])
+            self._deferred_drafts[step_seq] = drafts[~now]
         taken = slots[now & self.are_current(slots, generations)]
         self._counts.unsampled[taken] = False
         self._deferred[step_seq], self._generations[step_seq] = slots[~now], generations[~now]
         if now.all():
             del self._deferred[step_seq], self._generations[step_seq]
+            self._deferred_drafts.pop(step_seq, None)
         return taken, slots[~now]
 
     def dummy_step(self, seq: int) -> ScheduledStep:

@@ -464,6 +464,8 @@ class StepChecker:
             num_samples, later, pooling = self._samples(
                 step, batch, num_tokens, counts, drafts, waiting
             )
+            if drafts is not None:
+                self._parts.check_drafts(step_values, slots, drafts.counts)
         except InvalidStepError:
             counts.remove(updates)
             raise

@@ -101,6 +101,8 @@ def with_all_parts(step: SyntheticStep, limits: StepLimits) -> SyntheticStep:
     if not limits.generates:
         return step
     slots = read_bitmap(step.message.scheduled)
+    drafts = np.frombuffer(step.message.num_drafts, "<i4").reshape(-1, 2)
+    slots = np.sort(np.append(slots, np.repeat(drafts[:, 0], drafts[:, 1])))
     extensions, frames = heaviest_of_step(slots, limits)
     message = msgspec.structs.replace(step.message, extensions=extensions)
     return SyntheticStep(message, (*step.arrays, *frames))

@@ -207,9 +207,9 @@ class DraftLengths:
         if not requests:
             return {}
         room = np.array([max(0, min(self._most, own.most_drafts)) for own in requests])
-        owners, values = self._values(requests, room)
-        if not owners.size:
+        if not room.any():
             return {}
+        owners, values = self._values(requests, room)
         self._num_choices += 1
         order = np.argsort(-values, kind="stable")
         gained = len(requests) + np.concatenate(([0.0], np.cumsum(values[order])))
@@ -264,6 +264,7 @@ class DraftLengths:
         it is expected to gain by it. room: drafts that each may have."""
         own = [self._own(request) for request in requests]
         chances = np.cumprod(self._overall.rates_of(own), axis=1)
+        chances[[request.num_expected > 0 for request in requests]] = 1.0
         owners, places = np.nonzero(np.arange(self._most) < room[:, None])
         return owners.astype(np.int64), chances[owners, places].astype(np.float64)
 
@@ -308,6 +309,8 @@ class DraftLengths:
         if not (drafts and self._pays):
             return  # a request is not to blame where nobody has any
         for request, count in zip(requests, counts.tolist(), strict=True):
+            if not request.traits.may_draft:
+                continue  # it has none but those that are certain
             own = self._own(request)
             if own.note_choice(has_drafts=count > 0, stops=STOPS_AFTER, resumes=RESUMES_AFTER):
                 self._on_change(DraftingChange(request.id, own.pays, own.rates[0]))

@@ -122,6 +122,17 @@ class JumpingScheduler(SchedulerInterface, Protocol):
         """
 
 
+@runtime_checkable
+class ExpectingScheduler(SchedulerInterface, Protocol):
+    """A scheduler whose steps may compute tokens of a request before they are sampled, because its
+    grammar leaves no choice."""
+
+    def expect_tokens(self, req_id: str, token_ids: Sequence[int]) -> None:
+        """Note which tokens follow the known ones of a request: those that steps in flight sample,
+        then others. Its next steps may have these others, in order, as drafts: the driver has their
+        masks, and all are accepted. Unknown ids are ignored."""
+
+
 @dataclass(frozen=True)
 class SchedulerLimits:
     """Limits of a scheduler for a loaded group."""
@@ -159,7 +170,9 @@ class SchedulerLimits:
     max_samples_per_seq: int = MAX_SAMPLES_PER_SEQ
     """Most samples of a request in a step (SchedulerOutput.num_samples)."""
     num_speculative_tokens: int = 0
-    """Most drafts of a request in a step, which the devices make; 0: requests have none."""
+    """Most drafts of a request in a step; 0: requests have none."""
+    makes_drafts: bool = True
+    """The devices make drafts; otherwise requests have only those that the driver brings."""
     num_lookahead_tokens: int = 0
     """Tokens behind a step's drafts that a draft model computes at its end."""
     max_itl_ms: float | None = None
@@ -235,15 +248,11 @@ def scheduler_limits(
         max_loras=config.lora.max_loras,
         logits_processors=config.scheduler.logits_processors,
         max_samples_per_seq=config.scheduler.max_samples_per_seq,
-        num_speculative_tokens=_device_drafts(config.speculative),
+        num_speculative_tokens=config.speculative.num_speculative_tokens,
+        makes_drafts=config.speculative.on_device,
         num_lookahead_tokens=_lookahead(config.speculative),
         max_itl_ms=max_itl_ms,
     )
-
-
-def _device_drafts(config: SpeculativeConfig) -> int:
-    """Return how many drafts the devices make for a request in a step."""
-    return 0 if config.method in ("none", "driver") else config.num_speculative_tokens
 
 
 def _lookahead(config: SpeculativeConfig) -> int:

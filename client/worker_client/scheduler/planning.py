@@ -1,6 +1,7 @@
 """The plan of one step: decodes before prefills, waiting requests in order of urgency. Finds blocks
 for it, preempts and admits; tokens count as computed only once the scheduler commits the step."""
 
+from collections.abc import Mapping, Sequence
 from itertools import chain, islice
 
 from rpc_schema.pooling import MAX_POOLED_BYTES
@@ -106,6 +107,15 @@ class Step:
     def num_decode_tokens(self) -> int:
         """Tokens of requests that decode, with their drafts."""
         return len(self.decodes) + sum(self.drafts.values())
+
+    def expected_drafts(self) -> Mapping[str, Sequence[int]]:
+        """Return the drafts of requests that are not the device's; call it before the step is
+        committed."""
+        return {
+            req_id: self.decodes[req_id].expected_drafts(count)
+            for req_id, count in self.drafts.items()
+            if self.decodes[req_id].expected
+        }
 
     def load(self) -> StepLoad:
         """Return the step's work; call it before the step is committed."""

@@ -254,6 +254,7 @@ class Scheduler:
                 # yet: ids without a row are ignored.
                 preempted = [*preempted, request.id]
                 request.needs_admission = False
+        expected = step.expected_drafts()
         decode_req_ids = self._groups.commit(self._num_steps, step.group, step.decodes, step.drafts)
         for req_id, count in step.prefills.items():
             request = self._queues.unfinished[req_id]
@@ -279,6 +280,7 @@ class Scheduler:
             finished_req_ids=ended,
             preempted_req_ids=preempted,
             num_drafts=step.drafts,
+            draft_token_ids=expected,
         )
 
     def update_from_output(
@@ -326,7 +328,7 @@ class Scheduler:
             request = find(req_id)
             if request is not None:
                 request.take_outcome(outcome)
-                if self._draft_lengths is not None:
+                if self._draft_lengths is not None and request.traits.may_draft:
                     self._draft_lengths.learn(request, outcome)
         for req_id, count in result.refused.items():
             self._take_back(find(req_id), count)
@@ -361,11 +363,25 @@ class Scheduler:
             return NO_JUMP
         if request.num_drafts_in_flight:  # how many of its tokens are computed is not known
             return NO_JUMP
+        if count <= request.num_in_flight + self._num_drafts_of(request):
+            return NO_JUMP  # a step computes them as drafts
         count, reason = request.jump(token_ids[:count])
         if reason is not None:
             return Jump(count, self._finish(request, reason))
         self._queues.jump(request)
         return Jump(count)
+
+    def _num_drafts_of(self, request: Request) -> int:
+        """Return how many expected tokens the next step of a request may have as drafts."""
+        if self._draft_lengths is None or not request.is_running or request.needs_admission:
+            return 0
+        return min(self._limits.num_speculative_tokens, request.num_expected)
+
+    def expect_tokens(self, req_id: str, token_ids: Sequence[int]) -> None:
+        """Note tokens that a request's grammar forces; see ExpectingScheduler."""
+        request = self._queues.unfinished.get(req_id)
+        if request is not None:
+            request.expect(token_ids)
 
     def _take_void(self, request: Request, token: int) -> list[RequestOutput]:
         """Ignore a token. NO_TOKEN at a place that a jump has filled is a fault all the same."""

@@ -178,7 +178,7 @@ class Traits(msgspec.Struct, frozen=True, gc=False):
     output_bytes: int = 0
     """Bytes of the output of a request that pools."""
     may_draft: bool = True
-    """Its steps may verify drafts."""
+    """Its steps may verify drafts that the device makes."""
     fixed_bytes: int = 0
     """Bytes of the extensions and the stop strings in an admission's message."""
 
@@ -252,6 +252,10 @@ class Request:
     """Position after the last of these."""
     acceptance: Acceptance | None = None
     """DraftLengths owns it; None: it had no drafts yet."""
+    expected: Sequence[int] = ()
+    """Tokens that its grammar forces (ExpectingScheduler)."""
+    expected_from: int = 0
+    """Position of the first of these."""
     blocks: HeldBlocks = field(default_factory=HeldBlocks)
     reported: Reported | None = None
     """None if it reports nothing."""
@@ -308,7 +312,24 @@ class Request:
     def most_drafts(self) -> int:
         """Most drafts that its next step may have, if all of its tokens are to be within the
         limit."""
-        return self.limit - 1 - self.num_tokens if self.traits.may_draft else 0
+        room = self.limit - 1 - self.num_tokens
+        return room if self.traits.may_draft else min(room, self.num_expected)
+
+    @property
+    def num_expected(self) -> int:
+        """Number of tokens behind those in flight of which it is known which they will be."""
+        return max(0, self.expected_from + len(self.expected) - self.num_tokens)
+
+    def expect(self, tokens: Sequence[int]) -> None:
+        """Note tokens that follow the known ones, up to one that ends it."""
+        stops = self.traits.stop_ids
+        end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens))
+        self.expected, self.expected_from = tokens[:end], len(self.tokens)
+
+    def expected_drafts(self, count: int) -> Sequence[int]:
+        """Return the first drafts of its next step, of those that are expected."""
+        begin = self.num_tokens - self.expected_from
+        return self.expected[begin : begin + count]
 
     def take_outcome(self, outcome: DraftOutcome) -> None:
         """Note what has become of its drafts in a step, before the tokens of that step."""
@@ -557,8 +578,7 @@ def new_request(
         deadline=math.inf if request.deadline is None else request.deadline,
         sample=sample,
     )
-    if made.pools:
-        _note_pooling(made, limits)
+    _note_limits(made, limits)
     _check_admission(made, limits.block_groups)
     return made
 
@@ -599,6 +619,14 @@ def group_bounds(limits: SchedulerLimits) -> GroupLimits:
         pooling=limits.pooling,
         max_samples_per_seq=limits.max_samples_per_seq,
     )
+
+
+def _note_limits(made: Request, limits: SchedulerLimits) -> None:
+    """Note what a group's limits mean for a request's steps."""
+    if not limits.makes_drafts and made.traits.may_draft:
+        made.traits = msgspec.structs.replace(made.traits, may_draft=False)
+    if made.pools:
+        _note_pooling(made, limits)
 
 
 def _note_pooling(made: Request, limits: SchedulerLimits) -> None:
@@ -671,7 +699,6 @@ def adopted_request(
     )
     made.blocks.num_cached_tokens = note.num_cached_tokens
     made.blocks.num_preemptions = note.num_preemptions
-    if made.pools:
-        _note_pooling(made, limits)
+    _note_limits(made, limits)
     _check_admission(made, limits.block_groups)
     return made

@@ -62,9 +62,9 @@ class StepDrafts(NamedTuple):
         if wrong is not None:
             fix = "give none to requests that pool, or have a feature that may refuse tokens"
             return _fault(self.counts[wrong], fix, wrong)
-        return self._tokens_fault(limits.vocab_size)
+        return self.tokens_fault(limits.vocab_size)
 
-    def _tokens_fault(self, vocab_size: int) -> StepFault | None:
+    def tokens_fault(self, vocab_size: int) -> StepFault | None:
         """Check the drafts that the driver brings."""
         field, message = "draft_token_ids", "it cannot have these drafts"
         for req_id, own in self.token_ids.items():

@@ -8,14 +8,14 @@ from worker_client.driver_parts.context import DriverContext
 from worker_client.driver_parts.interface import DriverPart, StepInFlight
 from worker_client.errors import RequestError, WorkerDied
 from worker_client.requests import GenerationRequest
-from worker_client.scheduler import JumpingScheduler, PausingScheduler
+from worker_client.scheduler import ExpectingScheduler, JumpingScheduler, PausingScheduler
 from worker_client.scheduler_output import SchedulerOutput, StepResult
 from worker_client.steps.masks import StepMasks
 from worker_client.structured.jump_forward import JumpForward
+from worker_client.structured.masked_rows import Int32s
 from worker_client.structured.masked_steps import (
     CHECK_S,
     CompiledGrammars,
-    Int32s,
     MaskedStep,
     MaskedSteps,
 )
@@ -31,9 +31,12 @@ def structured_parts(
         return (NoGrammarsPart(),)
     masks = MasksPart(context, MaskedSteps(grammars))
     pending = PendingGrammarsPart(context, grammars)
-    if not isinstance(context.scheduler, JumpingScheduler):
-        return (pending, masks)
-    return (pending, masks, JumpForwardPart(context, masks, context.scheduler))
+    parts: list[DriverPart] = [pending, masks]
+    if isinstance(context.scheduler, ExpectingScheduler):
+        parts.append(ExpectedTokensPart(masks, context.scheduler))
+    if isinstance(context.scheduler, JumpingScheduler):
+        parts.append(JumpForwardPart(context, masks, context.scheduler))
+    return parts
 
 
 class NoGrammarsPart(DriverPart):
@@ -185,6 +188,20 @@ class MasksPart(DriverPart):
     ) -> None:
         group = self._context.group
         flight.later.append(group.sample_tokens(flight.future, (StepMasks(masks),), req_ids))
+
+
+class ExpectedTokensPart(DriverPart):
+    """Tells a scheduler which tokens grammars force next, before requests jump: what their steps
+    compute as drafts needs no jump."""
+
+    def __init__(self, masks: MasksPart, scheduler: ExpectingScheduler) -> None:
+        self._masks = masks
+        self._scheduler = scheduler
+
+    def settled(self, flight: StepInFlight) -> None:
+        if self._masks.masked(flight).sampled:
+            for req_id, forced in self._masks.masks.find_forced():
+                self._scheduler.expect_tokens(req_id, forced)
 
 
 class JumpForwardPart(DriverPart):

@@ -225,6 +225,17 @@ class Grammars:
             matcher.mask = None
             matcher.process.take(matcher, list(left))
 
+    def fork(self, matcher: GrammarMatcher, tokens: Sequence[int]) -> GrammarMatcher:
+        """Return a matcher that goes on behind the forced tokens of one that is ready, and takes
+        these. The other one stays as it is. The new one fails if the grammar refuses them."""
+        taken = [*matcher.taken, *matcher.forced, *tokens]
+        forked = GrammarMatcher(matcher.grammar, taken, error=matcher.error)
+        if matcher.process is not None:
+            matcher.process.fork(matcher, forked, list(tokens))
+        elif not forked.error:
+            forked.error = "its grammar has no process"
+        return forked
+
     def end(self, matcher: GrammarMatcher) -> None:
         """Give up the matcher of a request that has ended."""
         if matcher.process is not None:

@@ -79,13 +79,23 @@ class Take(msgspec.Struct, array_like=True, frozen=True, tag=3):
     tokens: list[int]
 
 
+class Fork(msgspec.Struct, array_like=True, frozen=True, tag=5):
+    """Make a matcher that goes on from where another one's mask is, let it take tokens, and answer
+    with the mask after them."""
+
+    row: int
+    source: int
+    """Row of the other one."""
+    tokens: list[int]
+
+
 class End(msgspec.Struct, array_like=True, frozen=True, tag=4):
     """Drop a matcher. No answer."""
 
     row: int
 
 
-Operation = Load | Forget | Begin | Take | End
+Operation = Load | Forget | Begin | Take | Fork | End
 
 
 class Masked(msgspec.Struct, array_like=True, frozen=True):

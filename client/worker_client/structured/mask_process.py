@@ -33,6 +33,7 @@ from worker_client.structured.mask_messages import (
     Begin,
     End,
     Forget,
+    Fork,
     Header,
     Load,
     Masked,
@@ -111,9 +112,9 @@ class Matchers:
     def answer(self, batch: Sequence[Operation], parent: Messages) -> None:
         """Do a batch, those masks first that took least the last time. Raises ChildEnded."""
         self._ahead_ns, self.compile_ns = AHEAD_NS, 0
-        asked: list[Begin | Take] = []
+        asked: list[Begin | Take | Fork] = []
         for each in batch:
-            if isinstance(each, Take) or (isinstance(each, Begin) and each.is_asked):
+            if isinstance(each, Take | Fork) or (isinstance(each, Begin) and each.is_asked):
                 asked.append(each)
             else:
                 self._do(each)
@@ -181,9 +182,20 @@ class Matchers:
             return ""
         return f"its grammar does not allow the tokens {take.tokens}"
 
-    def _mask(self, asked: Begin | Take) -> Masked:
+    def _fork(self, fork: Fork) -> str:
+        """Copy a matcher, and let the copy take tokens; return why it cannot."""
+        source = self._matchers.get(fork.source)
+        if source is None:
+            return "it could not be made again for its request"
+        self._matchers[fork.row] = source.deep_copy()
+        return self._take(Take(fork.row, fork.tokens))
+
+    def _mask(self, asked: Begin | Take | Fork) -> Masked:
         began_ns = self._start(asked.row + 1, self._setup.mask_s)
-        error = self._begin(asked) if isinstance(asked, Begin) else self._take(asked)
+        if isinstance(asked, Fork):
+            error = self._fork(asked)
+        else:
+            error = self._begin(asked) if isinstance(asked, Begin) else self._take(asked)
         forced: list[int] = []
         if not error:
             try:

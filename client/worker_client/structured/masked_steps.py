@@ -10,14 +10,13 @@ Masks come from other processes (grammars.py). A request whose mask is late is p
 flight sample it without a mask, and nobody gets these tokens. It is admitted again with its mask.
 """
 
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rpc_schema.extensions import extension_of
 from rpc_schema.step import NO_TOKEN
@@ -27,11 +26,12 @@ from worker_client.inputs.grammar_options import FIELD
 from worker_client.parts.registry import may_jump
 from worker_client.scheduler import RequestOutput, failed_request
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
+from worker_client.steps.drafts import StepDrafts
 from worker_client.steps.masks import StepMasks
 from worker_client.steps.sent_counts import read_counts
 from worker_client.steps.step_checks import WIRE_LIMITS, admissions_fault, shape_fault
 from worker_client.steps.step_fault import StepFault, refuse
-from worker_client.structured.matchers import GrammarMatcher
+from worker_client.structured.masked_rows import Forking, Int32s, MaskedRow, RowSampling, State
 
 MAX_STEP_MASK_BYTES: Final = 1 << 20
 """Bound on the masks that a step itself carries, since admissions need room too. Rows with further
@@ -49,10 +49,8 @@ CHECK_S: Final = 0.002
 
 TOO_LONG: Final = "its grammar was not compiled in time: simplify it, or send fewer at a time"
 
-Int32s: TypeAlias = NDArray[np.int32]
 
-
-class CompiledGrammars(Protocol):
+class CompiledGrammars(Forking, Protocol):
     """The part of worker_client.structured.grammars.Grammars that is used here."""
 
     num_words: int
@@ -74,9 +72,6 @@ class CompiledGrammars(Protocol):
     def take(self, matcher: Any, tokens: Sequence[int]) -> None:
         """Let a matcher that is ready take tokens that its masks allow."""
 
-    def end(self, matcher: Any) -> None:
-        """Give up the matcher of a request that has ended."""
-
     def proceed(self, timeout_s: float = 0.0) -> None:
         """Ask for masks, and take those that are here; wait for the first at most timeout_s."""
 
@@ -89,64 +84,13 @@ def is_ready(compiled: "Future[Any]") -> bool:
     return compiled.done() and not compiled.cancelled() and compiled.exception() is None
 
 
-_State: TypeAlias = int | tuple[StructuredOutput, bytes]
-"""State of a row; rows in one state have the same mask. It is a token, the only one that is
-allowed, or a grammar and the digest of the tokens that its matcher has taken."""
-
-
-@dataclass(slots=True, eq=False)
-class _Row:
-    """A request with a grammar, from one admission to the next."""
-
-    req_id: str
-    grammar: StructuredOutput
-    matcher: GrammarMatcher
-    num_prompt_tokens: int
-    tokens: list[int] = field(default_factory=list)
-    """Generated tokens that are known and that the matcher has taken."""
-    digest: bytes = b""
-    """Digest of these."""
-    num_left: int = field(kw_only=True)
-    """Known tokens that no step has computed yet. The step that computes the last one samples."""
-    may_jump: bool = field(kw_only=True)
-    """Its output is the same if forced tokens are not sampled."""
-    num_unknown: int = 0
-    """Tokens that steps in flight sample, and whose results are not here yet."""
-    jumped: list[int] = field(default_factory=list)
-    """Tokens that it has gained by a jump, without those whose results are here: the steps in
-    flight sample the first ones. The next admission replaces the row."""
-
-    is_paused: bool = False
-    """Nobody gets what steps in flight sample for it."""
-
-    @property
-    def is_known(self) -> bool:
-        """True if its next mask is known, or its matcher has failed."""
-        return bool(self.jumped) or self.matcher.is_ready
-
-    @property
-    def state(self) -> "_State":
-        """Return what its next mask depends on. After a jump that is the token that it has gained
-        in the place that is sampled."""
-        if self.jumped:
-            return self.jumped[self.num_unknown - 1]
-        return self.matcher.forced[0] if self.matcher.forced else (self.grammar, self.digest)
-
-    def note(self, tokens: Sequence[int]) -> None:
-        """Append tokens that the matcher has taken."""
-        self.tokens += tokens
-        for token in tokens:  # one by one: equal however they came
-            content = token.to_bytes(4, "little")
-            self.digest = blake2b(content, key=self.digest, digest_size=16).digest()
-
-
 @dataclass(slots=True, eq=False)
 class MaskedStep:
     """A step in the form that is sent, and its rows with a grammar."""
 
     output: SchedulerOutput
-    sampled: list[_Row] = field(default_factory=list)
-    deferred: list[_Row] = field(default_factory=list)
+    sampled: list[MaskedRow] = field(default_factory=list)
+    deferred: list[MaskedRow] = field(default_factory=list)
     """Rows whose sampling waits for a mask."""
     is_waiting: bool = False
     """True until their masks are sent."""
@@ -162,15 +106,15 @@ class MaskedSteps:
 
     def __init__(self, grammars: CompiledGrammars) -> None:
         self.grammars = grammars
-        self._rows: dict[str, _Row] = {}
+        self._rows: dict[str, MaskedRow] = {}
         self._waiting: dict[str, MaskedStep] = {}
         """Requests whose sampling waits for a mask, and their steps."""
         self._faults: dict[str, RequestOutput] = {}
-        self._advanced: list[_Row] = []
+        self._advanced: list[MaskedRow] = []
         """Rows whose matchers have taken a token of the newest result."""
-        self._paused: dict[str, _Row] = {}
+        self._paused: dict[str, MaskedRow] = {}
         """Requests that wait for a mask without a row."""
-        self._resumed: dict[str, _Row] = {}
+        self._resumed: dict[str, MaskedRow] = {}
         """Requests whose mask has come, and that are not admitted yet."""
 
     def must_wait(self, output: SchedulerOutput) -> bool:
@@ -198,7 +142,10 @@ class MaskedSteps:
             InvalidSchedulerOutput: the step is malformed.
         """
         fault = admissions_fault(tuple(output.scheduled_new_reqs), WIRE_LIMITS)
-        for found in (fault, read_counts(output.num_scheduled_tokens)):
+        counts = read_counts(output.num_scheduled_tokens)
+        if output.num_drafts or output.draft_token_ids:
+            fault = fault or self._drafts_fault(output)
+        for found in (fault, counts):
             if isinstance(found, StepFault):
                 refuse(found)
         self._admit(output)
@@ -206,6 +153,21 @@ class MaskedSteps:
         if self._rows or self._paused:
             self._plan_rows(step)
         return step
+
+    def _drafts_fault(self, output: SchedulerOutput) -> StepFault | None:
+        """Check that all drafts of requests with a grammar are known here, since their masks depend
+        on them. The number of drafts is the group's check."""
+        new = {each.req_id for each in output.scheduled_new_reqs if _grammar_of(each) is not None}
+        for req_id in output.num_drafts:
+            if (req_id in self._rows or req_id in new) and req_id not in output.draft_token_ids:
+                return StepFault(
+                    "masks cannot be made for the device's drafts",
+                    "num_drafts",
+                    output.num_drafts[req_id],
+                    "give the drafts of a request with a grammar in draft_token_ids",
+                    req_id,
+                )
+        return StepDrafts.of(output).tokens_fault(WIRE_LIMITS.vocab_size)
 
     def _admit(self, output: SchedulerOutput) -> None:
         """Make the rows of the requests that a step admits, and drop those of the requests that it
@@ -217,11 +179,11 @@ class MaskedSteps:
             if req_id in self._resumed:
                 former[req_id] = self._resumed.pop(req_id)
         for new in output.scheduled_new_reqs:
-            grammar = extension_of(new.extensions, StructuredOutput)
+            grammar = _grammar_of(new)
             if grammar is not None:
                 self._begin(new, grammar, former.pop(new.req_id, None))
         for row in former.values():
-            self.grammars.end(row.matcher)
+            row.end(self.grammars)
 
     def sent(self, step: MaskedStep) -> None:
         """Note that a planned step was sent."""
@@ -234,12 +196,15 @@ class MaskedSteps:
         if not step.is_waiting:
             return
         rows = [row for row in step.deferred if self._rows.get(row.req_id) is row]
-        if any((row.num_unknown > 1 and not row.jumped) or not row.is_known for row in rows):
+        ready = [row.prepare(self.grammars) for row in rows]  # of all: their work begins at once
+        if not all(ready):
             return
+        states = {row.req_id: _states(row) for row in rows}
         masks = self._fill(rows)
         most = max(1, MAX_MASK_BYTES // (4 * self.grammars.num_words))
         names = list(masks)
-        while (count := _count_within(most, [id(masks[name]) for name in names])) < len(names):
+        while (count := _count_within(most, [states[name] for name in names])) < len(names):
+            count = max(1, count)
             now, names = names[:count], names[count:]
             sample({req_id: masks[req_id] for req_id in now}, now)
         sample({req_id: masks[req_id] for req_id in names}, None)
@@ -254,32 +219,41 @@ class MaskedSteps:
         self._advanced.clear()
         repeated: list[str] = []
         for row in step.sampled:
-            row.num_unknown -= 1
-            token = result.sampled.get(row.req_id, NO_TOKEN)
+            sampling = row.in_flight.popleft()
             if row.is_paused:
                 repeated.append(row.req_id)
             elif row.jumped:
                 del row.jumped[0]
                 repeated.append(row.req_id)
-            elif token != NO_TOKEN and self._rows.get(row.req_id) is row:
-                self._take(row, token)
+            elif self._rows.get(row.req_id) is row:
+                self._take(row, sampling, _gained(row.req_id, sampling, result))
         if self._advanced:
             self.grammars.proceed()
         return repeated
 
-    def _take(self, row: _Row, token: int) -> None:
-        if not row.matcher.allows(token):
-            self._fail(row, f"its grammar does not allow the sampled token {token}")
-            return
-        self.grammars.take(row.matcher, [token])
-        row.note([token])
-        self._advanced.append(row)
+    def _take(self, row: MaskedRow, sampling: RowSampling, tokens: Sequence[int]) -> None:
+        """Let a row's matcher take what a step has sampled."""
+        count = row.accept(sampling, len(tokens) - 1, self.grammars)
+        row.note(tokens[:count])
+        for token in tokens[count:]:
+            if token == NO_TOKEN:
+                return
+            if row.matcher.error:
+                self._refuse(row)
+                return
+            if not row.matcher.allows(token):
+                self._fail(row, f"its grammar does not allow the sampled token {token}")
+                return
+            self.grammars.take(row.matcher, [token])
+            row.note([token])
+        if tokens:
+            self._advanced.append(row)
 
     def await_masks(self) -> None:
         """Wait for the masks that steps in flight need and that were asked for, but for those that
         are overdue."""
         while rows := self._late_rows():
-            is_overdue = all(row.matcher.is_overdue for row in rows)
+            is_overdue = all(row.is_overdue for row in rows)
             self.grammars.proceed(0.0 if is_overdue else CHECK_S)
             if is_overdue:
                 return
@@ -288,13 +262,14 @@ class MaskedSteps:
         """Return the requests of steps in flight whose mask was asked for and is not here."""
         return [row.req_id for row in self._late_rows()]
 
-    def _late_rows(self) -> list[_Row]:
+    def _late_rows(self) -> list[MaskedRow]:
         rows = (self._rows.get(req_id) for req_id in self._waiting)
-        return [row for row in rows if row and row.num_unknown <= 1 and not row.is_known]
+        return [row for row in rows if row and row.is_placed and not row.prepare(self.grammars)]
 
     def pause(self, req_id: str) -> None:
         """Let a request wait for its mask without holding up the steps that name it."""
         row = self._paused[req_id] = self._rows.pop(req_id)
+        row.drop_guesses(self.grammars)
         row.is_paused = True
 
     @property
@@ -313,6 +288,13 @@ class MaskedSteps:
                 self._resumed[row.req_id] = self._paused.pop(row.req_id)
         return [row.req_id for row in known if not row.matcher.error]
 
+    def find_forced(self) -> list[tuple[str, list[int]]]:
+        """Return the requests that have taken a token of the newest result, with the tokens that
+        their grammars force next, if there are more than steps in flight sample."""
+        rows = [row for row in self._advanced if self._rows.get(row.req_id) is row]
+        forced = [(row, row.forced_next()) for row in rows]
+        return [(row.req_id, own) for row, own in forced if len(own) > row.num_unknown]
+
     def find_jumps(self, num_running: int) -> list[tuple[str, list[int]]]:
         """Return the requests that have taken a token of the newest result and should jump from it,
         with the tokens that their grammars force next; none, if the steps that they save together
@@ -321,7 +303,7 @@ class MaskedSteps:
         jumps: list[tuple[str, list[int]]] = []
         num_saved = 0
         for row in advanced:
-            if row.may_jump and self._rows.get(row.req_id) is row:
+            if row.may_jump and not row.has_drafts and self._rows.get(row.req_id) is row:
                 tokens = list(row.matcher.forced)
                 if len(tokens) >= row.num_unknown + MIN_STEPS_SAVED:
                     jumps.append((row.req_id, tokens))
@@ -347,7 +329,7 @@ class MaskedSteps:
         for rows in (self._rows, self._paused, self._resumed):
             row = rows.pop(req_id, None)
             if row is not None:
-                self.grammars.end(row.matcher)
+                row.end(self.grammars)
 
     def forget_steps(self) -> None:
         """Drop the steps in flight, which have failed. Their requests are lost or admitted
@@ -356,19 +338,20 @@ class MaskedSteps:
             step.is_waiting = False
         self._waiting.clear()
 
-    def _begin(self, new: NewRequest, grammar: StructuredOutput, former: _Row | None) -> None:
+    def _begin(self, new: NewRequest, grammar: StructuredOutput, former: MaskedRow | None) -> None:
         """Make a request's matcher, which takes the tokens that the request has. former: its row
         until now, whose matcher goes on if it has taken these."""
         tokens = [int(token) for token in new.token_ids[new.num_prompt_tokens :]]
         num_left = len(new.token_ids) - new.num_computed_tokens
         if former is not None and (former.grammar, former.tokens) == (grammar, tokens):
+            former.drop_guesses(self.grammars)
             self._rows[new.req_id] = replace(
-                former, num_left=num_left, num_unknown=0, jumped=[], is_paused=False
+                former, num_left=num_left, in_flight=deque(), jumped=[], is_paused=False
             )
             return
         if former is not None:
-            self.grammars.end(former.matcher)
-        row = _Row(
+            former.end(self.grammars)
+        row = MaskedRow(
             new.req_id,
             grammar,
             self.grammars.begin(grammar, tokens),
@@ -385,26 +368,26 @@ class MaskedSteps:
         """Find the rows that sample, and those of them whose masks can be computed now."""
         output = step.output
         decodes, counts = frozenset(output.decode_req_ids), output.num_scheduled_tokens
-        known: list[_Row] = []
+        known: list[MaskedRow] = []
         for row in self._rows.values():
             if row.req_id in decodes:
                 row.num_left -= 1
             elif row.req_id in counts:
-                row.num_left -= counts[row.req_id]
+                row.num_left -= counts[row.req_id] - output.num_drafts.get(row.req_id, 0)
             else:
                 continue
             if row.num_left:
                 continue  # a chunk of a prompt
             row.num_left = 1
-            must_wait = (row.num_unknown and not row.jumped) or not row.is_known
-            (step.deferred if must_wait else known).append(row)
-            row.num_unknown += 1
+            row.in_flight.append(_sampling(output, row.req_id))
+            (known if row.prepare(self.grammars) else step.deferred).append(row)
             step.sampled.append(row)
         for row in self._paused.values():
             if row.req_id in decodes or row.req_id in counts:  # planned before it was paused
+                row.in_flight.append(_sampling(output, row.req_id))
                 step.sampled.append(row)
         most = MAX_STEP_MASK_BYTES // (4 * self.grammars.num_words)
-        count = _count_within(most, [row.state for row in known])
+        count = _count_within(most, [_states(row) for row in known])
         step.deferred += known[count:]
         if step.sampled:
             masks = self._fill(known[:count])
@@ -415,36 +398,39 @@ class MaskedSteps:
             )
             step.output = replace(output, extensions=(*output.extensions, values))
 
-    def _fill(self, rows: Sequence[_Row]) -> dict[str, Int32s]:
-        """Return the masks of rows, except those whose matcher has failed. Each row's newest token
-        is the one to be sampled. Rows in the same state share a mask."""
-        filled: dict[_State, Int32s] = {}
+    def _fill(self, rows: Sequence[MaskedRow]) -> dict[str, Int32s]:
+        """Return the masks of the newest sampling of rows that are prepared, except those whose
+        matcher has failed: int32 [W], or [1 + drafts, W]. Rows in the same state share a mask."""
+        filled: dict[State, Int32s] = {}
         masks: dict[str, Int32s] = {}
         for row in rows:
             if row.matcher.error and not row.jumped:
                 self._refuse(row)
                 continue
-            state = row.state
-            if state not in filled:
-                mask = self._only(state) if isinstance(state, int) else row.matcher.mask
-                assert mask is not None, "it is known"
-                filled[state] = mask
-            masks[row.req_id] = filled[state]
+            own: list[Int32s] = []
+            for state, words in row.masks():
+                if isinstance(state, int):
+                    words = filled.get(state, self._only(state))
+                assert words is not None, "it is known"
+                filled.setdefault(state, words)
+                own.append(filled[state])
+            masks[row.req_id] = own[0] if len(own) == 1 else np.stack(own)
         return masks
 
     def _only(self, token: int) -> Int32s:
-        """Return the mask that allows one token."""
+        """Return the mask that allows one token, or none (NO_TOKEN)."""
         words = np.zeros(self.grammars.num_words, np.uint32)
-        words[token // 32] = 1 << token % 32
+        if token != NO_TOKEN:
+            words[token // 32] = 1 << token % 32
         return words.view(np.int32)
 
-    def _refuse(self, row: _Row) -> None:
+    def _refuse(self, row: MaskedRow) -> None:
         """End a request whose grammar exceeds a bound."""
         reason = row.matcher.error
         fix = "simplify it, or send it again if it was served before"
         self._fail(row, reason, request_error(FIELD, None, reason, fix))
 
-    def _fail(self, row: _Row, reason: str, refusal: RequestError | None = None) -> None:
+    def _fail(self, row: MaskedRow, reason: str, refusal: RequestError | None = None) -> None:
         self.forget(row.req_id)
         self._faults[row.req_id] = failed_request(
             row.req_id,
@@ -455,11 +441,34 @@ class MaskedSteps:
         )
 
 
-def _count_within(most: int, keys: Sequence[Hashable]) -> int:
-    """Return how many of these keys, from the first on, have at most so many distinct values."""
+def _grammar_of(new: NewRequest) -> StructuredOutput | None:
+    return extension_of(new.extensions, StructuredOutput)
+
+
+def _gained(req_id: str, sampling: RowSampling, result: StepResult) -> list[int]:
+    """Return the tokens that a request has gained from a sampling, oldest first."""
+    if not sampling.drafts:
+        token = result.sampled.get(req_id)
+        return [] if token is None else [token]
+    pairs = zip(result.req_ids, result.token_ids, strict=True)
+    return [token for own, token in pairs if own == req_id]
+
+
+def _sampling(output: SchedulerOutput, req_id: str) -> RowSampling:
+    """Return what a step samples for a request."""
+    return RowSampling([int(token) for token in output.draft_token_ids.get(req_id, ())])
+
+
+def _states(row: MaskedRow) -> list[State]:
+    return [state for state, _ in row.masks()]
+
+
+def _count_within(most: int, keys: Sequence[Sequence[Hashable]]) -> int:
+    """Return how many of these lists of keys, from the first on, have at most so many distinct
+    values."""
     seen: set[Hashable] = set()
-    for count, key in enumerate(keys):
-        seen.add(key)
+    for count, own in enumerate(keys):
+        seen.update(own)
         if len(seen) > most:
             return count
     return len(keys)

@@ -27,6 +27,7 @@ from worker_client.structured.mask_messages import (
     Begin,
     End,
     Forget,
+    Fork,
     Header,
     Load,
     Operation,
@@ -121,7 +122,12 @@ class GrammarMatcher:
         """Return True if a token may be next, by its mask."""
         if self.forced:
             return token == self.forced[0]
-        return self.mask is not None and bool(int(self.mask[token // 32]) >> token % 32 & 1)
+        return self.mask is not None and is_allowed(self.mask, token)
+
+
+def is_allowed(mask: NDArray[np.int32], token: int) -> bool:
+    """Return True if a mask, int32 [num_words], allows a token."""
+    return token < 32 * mask.size and bool(int(mask[token // 32]) >> token % 32 & 1)
 
 
 class MaskProcess:
@@ -242,15 +248,26 @@ class MaskProcess:
 
     def begin(self, matcher: GrammarMatcher) -> None:
         """Let it make a matcher, which asks for its mask unless that is known."""
+        if self._give_row(matcher):
+            self.load(matcher.grammar)
+            tokens = [*matcher.taken, *matcher.forced]
+            begin = Begin(matcher.row, matcher.grammar.key, tokens, not matcher.is_ready)
+            self._outbox.append(begin)
+
+    def fork(self, source: GrammarMatcher, matcher: GrammarMatcher, tokens: list[int]) -> None:
+        """Let it make a matcher from one that is ready here, which stays as it is: behind that
+        one's forced tokens it takes these, and asks for its mask."""
+        if self._give_row(matcher):
+            self._outbox.append(Fork(matcher.row, source.row, tokens))
+
+    def _give_row(self, matcher: GrammarMatcher) -> bool:
         row = self._free.pop() if self._free else next(self._unused, -1)
         if row < 0:
             matcher.error = "too many requests with grammars run"
-            return
-        self.load(matcher.grammar)
+            return False
         matcher.process, matcher.row = self, row
         self.matchers[row] = matcher
-        tokens = [*matcher.taken, *matcher.forced]
-        self._outbox.append(Begin(row, matcher.grammar.key, tokens, not matcher.is_ready))
+        return True
 
     def take(self, matcher: GrammarMatcher, tokens: list[int]) -> None:
         """Let a matcher take tokens."""

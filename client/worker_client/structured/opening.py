@@ -55,6 +55,10 @@ class NoGrammars:
     def take(self, matcher: GrammarMatcher, tokens: Sequence[int]) -> None:
         """Do nothing: the matcher has failed."""
 
+    def fork(self, matcher: GrammarMatcher, tokens: Sequence[int]) -> GrammarMatcher:
+        """Return the matcher, which has failed."""
+        return matcher
+
     def end(self, matcher: GrammarMatcher) -> None:
         """Do nothing."""
 

@@ -15,6 +15,7 @@ from worker_client.scheduler.draft_lengths import (
     StepCosts,
     log_change,
 )
+from worker_client.scheduler.request import PLAIN, Traits
 from worker_client.scheduler_output import DraftOutcome
 from worker_host.log_lines import event_of
 
@@ -31,6 +32,8 @@ class Decoding:
     accuracy: float
     most_drafts: int = MOST
     acceptance: Acceptance | None = None
+    num_expected: int = 0
+    traits: Traits = PLAIN
     num_gained: int = field(default=0)
 
 

@@ -381,6 +381,37 @@ def test_forced_tokens_are_those_that_masks_leave_alone(grammars, directory):
     assert num_forced > 200, seed
 
 
+def test_a_fork_goes_on_behind_forced_tokens_and_leaves_its_matcher_be(grammars):
+    """Forks have the masks of matchers that take the same tokens; one that the grammar refuses
+    fails alone, and so does one that ends."""
+    matcher = matcher_of(grammars, regex="(ab|cd)long-word[0-9]{2}(x|yz)?")
+    take(grammars, matcher, allowed_tokens(matcher)[0])
+    before = allowed_tokens(matcher)
+    taken = [*matcher.taken, *matcher.forced]
+    assert matcher.forced, "its word is forced"
+    tails: list[list[int]] = []
+    for first in _behind(matcher)[:3]:
+        tails += [[first], [first, first], [first, first, EOS_TOKEN_ID], [first, EOS_TOKEN_ID]]
+    forks = [grammars.fork(matcher, tail) for tail in tails]
+    settle(grammars, lambda: all(fork.is_ready for fork in forks))
+    for tail, fork in zip(tails, forks, strict=True):
+        alone = grammars.begin(matcher.grammar.source, [*taken, *tail])
+        settle(grammars, lambda alone=alone: alone.is_ready)
+        assert allowed_tokens(fork) == allowed_tokens(alone), tail
+        assert bool(fork.error) == bool(alone.error) and fork.taken == alone.taken
+        grammars.end(alone)
+        grammars.end(fork)
+    assert sum(bool(fork.error) for fork in forks) == 3
+    assert allowed_tokens(matcher) == before and matcher.taken + list(matcher.forced) == taken
+    grammars.end(matcher)
+
+
+def _behind(matcher):
+    """Tokens that may be next behind the forced ones."""
+    bits = np.unpackbits(np.ascontiguousarray(matcher.mask).view(np.uint8), bitorder="little")
+    return [int(token) for token in np.flatnonzero(bits)]
+
+
 def test_forced_tokens_are_bounded(directory):
     options = {"choice": ["x" * 40 + "a"]}
     lengths = {}

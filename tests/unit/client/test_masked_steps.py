@@ -59,7 +59,7 @@ class HandMatcher:
 
     @property
     def mask(self):
-        assert self.is_ready and not self.forced
+        assert self.is_ready
         self.note_mask(self)
         return np.full(HandGrammars.num_words, -1, np.int32)
 
@@ -108,10 +108,10 @@ class HandGrammars:
         matcher.is_overdue = matcher.num_waits % 2 == 1
 
     def note(self, matcher):
-        known = len(matcher.tokens)
-        self.masks.add((matcher.text, known))
+        tokens = [*matcher.tokens, *matcher.forced]
+        self.masks.add((matcher.text, len(tokens)))
         if self.expected is not None:
-            assert matcher.tokens == self.expected[matcher.text][:known]
+            assert tokens == self.expected[matcher.text][: len(tokens)]
 
     def take(self, matcher, tokens):
         assert matcher.is_ready
@@ -122,6 +122,13 @@ class HandGrammars:
                 assert matcher.forced.pop(0) == token
             else:
                 self.ask(matcher)
+
+    def fork(self, matcher, tokens):
+        taken = [*matcher.tokens, *matcher.forced, *tokens]
+        forked = replace(matcher, tokens=taken)
+        self.begun.append(forked)
+        self.ask(forked)
+        return forked
 
     def end(self, matcher):
         self.begun.remove(matcher)
@@ -301,6 +308,75 @@ def test_a_step_waits_that_names_a_request_whose_mask_is_outstanding():
     steps.sample_ready(planned[1], lambda masks, req_ids: sampled.append((set(masks), req_ids)))
     assert sampled == [({"a"}, None)]
     assert [steps.must_wait(output) for output in naming] == [False] * 4
+
+
+def admitted(steps, req_ids):
+    """Admit requests with a grammar, and let each sample a token 5."""
+    new = [
+        NewRequest(
+            req_id=req_id,
+            token_ids=np.arange(3, dtype=np.int32),
+            num_prompt_tokens=3,
+            num_computed_tokens=0,
+            block_ids=[1],
+            extensions=(StructuredOutput(kind="regex", text=req_id),),
+        )
+        for req_id in req_ids
+    ]
+    first = steps.plan(SchedulerOutput(dict.fromkeys(req_ids, 3), scheduled_new_reqs=new))
+    steps.sent(first)
+    steps.take(first, StepResult(req_ids, [5] * len(req_ids)))
+
+
+@pytest.mark.parametrize("lateness", [0, 2])
+def test_a_row_with_drafts_has_a_mask_behind_each(monkeypatch, lateness):
+    """Within the bounds on messages. Its matcher takes what is sampled alone."""
+    for bound in ("MAX_STEP_MASK_BYTES", "MAX_MASK_BYTES"):
+        monkeypatch.setattr(masked_steps, bound, 12 * HandGrammars.num_words)
+    grammars = HandGrammars()
+    steps = masked_steps.MaskedSteps(grammars)
+    admitted(steps, ("a", "b"))
+    matchers = dict(zip("ab", grammars.begun, strict=True))
+    grammars.lateness = lambda: lateness
+    drafts = {"a": [6, 7], "b": [8, 9]}
+    planned = steps.plan(
+        SchedulerOutput({"a": 3, "b": 3}, num_drafts={"a": 2, "b": 2}, draft_token_ids=drafts)
+    )
+    steps.sent(planned)
+    shapes = {}
+
+    def sample(masks, req_ids):
+        assert len(masks) == 1
+        shapes.update({req_id: mask.shape for req_id, mask in masks.items()})
+
+    (values,) = planned.output.extensions
+    shapes.update({req_id: mask.shape for req_id, mask in values.masks.items()})
+    assert set(values.deferred) == ({"a", "b"} if lateness else {"b"})
+    assert len(grammars.begun) == 6
+    steps.sample_ready(planned, sample)
+    assert len(shapes) == (0 if lateness else 2)
+    steps.await_masks()
+    steps.sample_ready(planned, sample)
+    assert shapes == dict.fromkeys("ab", (3, HandGrammars.num_words))
+    steps.take(planned, StepResult(["a", "a", "b"], [6, 2, 3]))
+    assert [each.tokens for each in grammars.begun] == [[5, 3], [5, 6, 2]]
+    assert matchers["b"] in grammars.begun and matchers["a"] not in grammars.begun
+    for req_id in "ab":
+        steps.forget(req_id)
+    assert not grammars.begun
+
+
+@pytest.mark.parametrize(
+    ("drafts", "field"),
+    [({}, "num_drafts"), ({"a": [1]}, "draft_token_ids"), ({"a": [1, -2]}, "draft_token_ids")],
+)
+def test_drafts_that_masks_cannot_be_made_for_are_refused(drafts, field):
+    steps = masked_steps.MaskedSteps(HandGrammars())
+    admitted(steps, ("a",))
+    with pytest.raises(InvalidSchedulerOutput) as refused:
+        steps.plan(SchedulerOutput({"a": 3}, num_drafts={"a": 2}, draft_token_ids=drafts))
+    assert (refused.value.field, refused.value.req_id) == (field, "a")
+    steps.plan(SchedulerOutput(decode_req_ids=("a",)))
 
 
 def test_masks_that_do_not_fit_into_a_message_are_split(fakes, connect, monkeypatch):

@@ -5,12 +5,13 @@ from the device."""
 import msgspec
 import numpy as np
 import pytest
-from worker_driver import GREEDY, SCHEDULER, WorkerDriver
+from worker_driver import GREEDY, SCHEDULER, WorkerDriver, int32s, pack_masks, uint16s
 
 from rpc_schema.adoption import AdoptRequests
 from rpc_schema.config import SpeculativeConfig
 from rpc_schema.drafts import RowDrafts, TakeDraftTokenIds
 from rpc_schema.errors import BadFrameError, InvalidStepError, PrecededByError
+from rpc_schema.sampling import GrammarMasks
 from worker_client.group.drafts import read_drafts
 from worker_client.requests import SamplingParams
 from worker_daemon.worker.worker import Worker
@@ -310,3 +311,36 @@ def test_replies_with_wrong_columns_are_refused(counts, tokens, word):
     rows = RowDrafts(req_ids=("a",), num_drafts=counts, token_ids=tokens)
     with pytest.raises(BadFrameError, match=word):
         read_drafts([rows])
+
+
+def masks_of(slot, count):
+    """Masks that allow any token, as a step brings them."""
+    frame = pack_masks(np.ones((count, VOCAB), np.bool_))
+    named = uint16s([slot] * count)
+    return GrammarMasks(slots=named, indices=uint16s(range(count))), frame
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_number_of_masks_that_does_not_fit_the_drafts_is_refused(brought, prompts, count):
+    """Nothing is applied, to the rows or to those that wait for their masks."""
+    rows = Rows(brought, texts_of(prompts, 67), NOISY, 8)
+    rows.begin()
+    driver, ids = rows.driver, rows.driver.ids
+    drafts = {"num_drafts": int32s([1, 2]), "draft_token_ids": int32s(rows.alone[1][1:3])}
+    message = msgspec.structs.replace(driver.step({1: 3}, defer=[1])[0], **drafts)
+    driver.read(brought.execute_model(message, []))
+    with pytest.raises(InvalidStepError) as refused:
+        driver.sample(message.seq, {1: np.ones((count, VOCAB), np.bool_)})
+    assert (refused.value.field, refused.value.value) == ("masks.slots", f"slot 1: {count} masks")
+    found = driver.sample(message.seq, {1: np.ones((3, VOCAB), np.bool_)})[1]
+    assert [each.token for each in [*found.earlier, found]] == rows.alone[1][1:4]
+    drafts = {"num_drafts": int32s([1, 2]), "draft_token_ids": int32s(rows.alone[1][4:6])}
+    message = msgspec.structs.replace(driver.step({1: 3})[0], **drafts)
+    own, frame = masks_of(1, count)
+    before = brought.adopt_requests(AdoptRequests(**ids()))
+    with pytest.raises(InvalidStepError) as refused:
+        brought.execute_model(msgspec.structs.replace(message, extensions=(own,)), [frame])
+    assert (refused.value.field, refused.value.value) == ("masks.slots", f"slot 1: {count} masks")
+    assert refused.value.fix == "3 for its 2 drafts, or none"
+    after = brought.adopt_requests(AdoptRequests(**ids()))
+    assert (after.rows, after.token_ids) == (before.rows, before.token_ids)

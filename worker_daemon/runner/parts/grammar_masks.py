@@ -30,6 +30,8 @@ _INT32 = 4
 class Masks:
     """Masks of a step, in host memory."""
 
+    slots: Int64s
+    """[S] the slot of each mask's sample"""
     samples: Int64s
     """[S] the sample that each mask is for (_named), ascending or not"""
     indices: Int64s
@@ -43,9 +45,8 @@ class GrammarMasksPart(StepPart):
     no token samples NO_TOKEN, and only its request fails.
 
     The masks of a row are those of its newest samples, with drafts too. A row with k drafts needs
-    k + 1 masks, each for the state after the drafts before it: its first samples are free if it has
-    fewer. A driver that makes masks knows the drafts, and ends them before the first that the
-    grammar refuses, as there is no state after it.
+    k + 1 masks, or none, each for the state after the drafts before it. Behind a draft that the
+    grammar refuses there is no state: any mask will do, as none of these samples is gained.
     """
 
     request_extension = StructuredOutput
@@ -86,7 +87,19 @@ class GrammarMasksPart(StepPart):
             fix = f"indices below {num_masks}, the number of masks in the frame"
             raise _invalid("masks.indices", highest, fix)
         words = np.frombuffer(frame, np.dtype("<i4")).reshape(num_masks, num_words)
-        return Masks(_named(slots, num_newer), indices, words)
+        return Masks(slots, _named(slots, num_newer), indices, words)
+
+    def check_drafts(self, step_values: Masks, slots: Int64s, drafts: Int32s) -> None:
+        named, counts = np.unique(step_values.slots, return_counts=True)
+        order = np.flatnonzero(drafts)
+        places = order[np.isin(slots[order], named)]
+        own = counts[np.searchsorted(named, slots[places])]
+        wrong = np.flatnonzero(own != drafts[places] + 1)
+        if wrong.size:
+            at = places[wrong[0]]
+            value = f"slot {int(slots[at])}: {int(own[wrong[0]])} masks"
+            fix = f"{int(drafts[at]) + 1} for its {int(drafts[at])} drafts, or none"
+            raise _invalid("masks.slots", value, fix)
 
     def adjust_logits(self, logits: Tensor, rows: SampleRows, step_values: Masks | None) -> Tensor:
         if step_values is None:
@@ -112,7 +125,7 @@ class GrammarMasksPart(StepPart):
     def heaviest_of_step(
         slots: Int64s, limits: StepLimits
     ) -> tuple[StepExtension, tuple[Frame, ...]]:
-        """Return a separate mask for each slot."""
+        """Return a separate mask for each sample."""
         words = np.full((slots.size, num_mask_words(limits.vocab_size)), -1, "<i4")
         indices = np.arange(slots.size, dtype="<u2").tobytes()
         extension = GrammarMasks(slots=slots.astype("<u2").tobytes(), indices=indices)

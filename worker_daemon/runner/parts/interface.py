@@ -133,6 +133,10 @@ class StepPart:
         extension's array frames. Raises as check does."""
         return extension
 
+    def check_drafts(self, step_values: Any, slots: Int64s, drafts: Int32s) -> None:
+        """Check the value that check_step returned against the drafts [B] of the slots [B] that it
+        may name. Raises as check does."""
+
     def check_batch(self, slots: Int64s, new: Sequence[NewRequestData]) -> None:
         """Check the rows of a step together. slots: the step's; new: its new requests, before
         admit(). Raises as check does. Called if `checks_batches`."""
@@ -249,7 +253,7 @@ class StepPart:
         slots: Int64s, limits: StepLimits
     ) -> tuple[StepExtension, tuple[Frame, ...]] | None:
         """Return the step extension for these slots that takes the most memory, and its frames, for
-        the memory profile and warm-up. None: the part has none."""
+        the memory profile and warm-up. None: the part has none. slots: once more per draft."""
         return None
 
     @staticmethod

@@ -157,6 +157,14 @@ class StepParts:
             first += extension.num_frames
         return StepExtensions(sum(bit for bit, _ in data), tuple(data))
 
+    def check_drafts(self, step_values: StepExtensions, slots: Int64s, drafts: Int32s) -> None:
+        """Check a message's values against the drafts [B] of the slots [B] that it samples. Pure;
+        raises InvalidStepError."""
+        for own, value in step_values.data:
+            for bit, part in self._of_step.values():
+                if bit == own:
+                    part.check_drafts(value, slots, drafts)
+
     # Rows.
 
     def admit(

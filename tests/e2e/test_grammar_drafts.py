@@ -1,0 +1,168 @@
+"""Drafts of requests with a grammar, on real daemons: forced tokens and guesses, right and wrong,
+change no token of what is sampled one by one. Forced ones save a step each."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from rpc_schema.config import SpeculativeConfig
+from rpc_schema.extensions import extension_of
+from rpc_schema.structured import StructuredOutput
+from tests.e2e.test_jump_forward import ends, forced_line, free_line
+from tests.support.exhaustive import exhaustively
+from tests.support.serving import scheduler_limits
+from tests.support.structured import (
+    EOS_TOKEN_ID,
+    VOCAB_SIZE,
+    make_tokenizer,
+    random_case,
+    schema_case,
+)
+from worker_client.driver import Driver
+from worker_client.driver_parts.registry import DriverOptions
+from worker_client.inputs.request_parser import RequestParser
+from worker_client.inputs.tokenizer import load_tokenizer
+from worker_client.scheduler import Scheduler
+from worker_client.structured.grammars import GrammarLimits, Grammars
+
+DRIVER = SpeculativeConfig(method="driver", num_speculative_tokens=4)
+NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    made = checkpoint(vocab_size=VOCAB_SIZE, eos_token_id=EOS_TOKEN_ID)
+    make_tokenizer(made.path)
+    return made
+
+
+@pytest.fixture(scope="module")
+def grammars(model):
+    made = Grammars(model.path, VOCAB_SIZE, [EOS_TOKEN_ID])
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def sampling(model):
+    """Every token is sampled."""
+    made = Grammars(model.path, VOCAB_SIZE, [EOS_TOKEN_ID], GrammarLimits(max_jump=0))
+    yield made
+    made.close()
+
+
+def still():
+    """A clock by which all drafts pay."""
+    return 0.0
+
+
+class Guessing(Scheduler):
+    """Guesses the next tokens of requests with a grammar, also beyond their ends."""
+
+    def __init__(self, limits, texts, rng, outputs):
+        super().__init__(limits, texts, clock=still)
+        self.rng, self.outputs = rng, outputs
+
+    def schedule(self):
+        for request in self._queues.unfinished.values():
+            if extension_of(request.extensions, StructuredOutput) is not None:
+                own = self.outputs[request.id].token_ids
+                right = own[len(request.tokens) - request.num_prompt_tokens :][:12]
+                right += [EOS_TOKEN_ID] * (12 - len(right))
+                request.expected_from = len(request.tokens)
+                request.expected = [
+                    token if self.rng.random() < 0.8 else self.rng.randrange(VOCAB_SIZE)
+                    for token in right
+                ]
+        return super().schedule()
+
+    def expect_tokens(self, req_id, token_ids):
+        """Guess instead."""
+
+
+def serve_all(group, loaded, grammars, lines, make=None, **limits):
+    """Outputs by id, and the driver."""
+    texts = load_tokenizer(Path(group.get_status()[0].config.model.model))
+    bounds = scheduler_limits(group, loaded, **limits)
+    scheduler = make(bounds, texts) if make else Scheduler(bounds, texts, clock=still)
+    driver = Driver(group, scheduler, options=DriverOptions(grammars))
+    parser = RequestParser(texts.encode, seed=1, encode_word=texts.encode_word)
+    for index, fields in enumerate(lines):
+        driver.add_request(parser.from_fields(fields, index))
+    return {output.req_id: output for output in driver.run()}, driver
+
+
+def random_lines(rng):
+    lines = [forced_line(rng, f"m{i}") for i in range(8)]
+    lines += [free_line(rng, f"f{i}") for i in range(2)]
+    for i in range(5):
+        options = {"structured_outputs": random_case(rng).options, "max_tokens": rng.randint(5, 60)}
+        if i % 2:
+            options |= {"temperature": 1.5, "seed": i}
+        lines.append({**free_line(rng, f"s{i}"), **options})
+    return lines
+
+
+def reports(outputs):
+    return {
+        name: [(each.token_ids[0], round(float(each.logprobs[0]), 3)) for each in output.logprobs]
+        for name, output in outputs.items()
+        if output.logprobs is not None
+    }
+
+
+@pytest.mark.parametrize(
+    ("pp", "method"),
+    [(2, DRIVER), (1, NGRAM), *(exhaustively(*each) for each in ((1, DRIVER), (2, NGRAM)))],
+)
+def test_drafts_change_no_token(serve, model, grammars, sampling, pp, method):
+    """With few blocks too, where requests are preempted."""
+    seed = random.randrange(1 << 30)
+    rng = random.Random(seed)
+    lines = random_lines(rng)
+    with serve(model.path, 1, reload=True) as (group, loaded):
+        expected, _ = serve_all(group, loaded, sampling, lines)
+    crowd = [free_line(rng, f"c{i}") | {"max_tokens": 40} for i in range(5)]
+    scarce = {"num_blocks": 32, "max_num_batched_tokens": 24}
+
+    def guessing(limits, texts):
+        return Guessing(limits, texts, rng, expected)
+
+    with serve(model.path, pp, reload=True, speculative=method) as (group, loaded):
+        for make in (None, guessing):
+            outputs, _ = serve_all(group, loaded, grammars, lines, make)
+            assert ends(outputs) == ends(expected), (seed, make)
+            assert reports(outputs) == reports(expected), (seed, make)
+            own = [output for name, output in outputs.items() if name[0] in "ms"]
+            assert sum(output.num_accepted for output in own) > 0, (seed, make)
+            refused = sum(output.num_drafted - output.num_accepted for output in own)
+            assert (refused > 0) == (make is not None) or method is NGRAM, (seed, make)
+            outputs, _ = serve_all(group, loaded, grammars, lines + crowd, make, **scarce)
+            assert ends({name: outputs[name] for name in expected}) == ends(expected), (seed, make)
+            assert sum(output.num_preemptions for output in outputs.values()) > 0, (seed, make)
+
+
+def test_forced_tokens_save_a_step_each(serve, model, grammars, sampling):
+    """Also those of a request that may not jump."""
+    names = [f"a_rather_long_property_name_{i}" for i in range(4)]
+    schema = {
+        "type": "object",
+        "properties": {name: {"type": "boolean"} for name in names},
+        "required": names,
+        "additionalProperties": False,
+    }
+    line = {"id": "a", "prompt_token_ids": [5, 6, 7], "max_tokens": 200, "logprobs": 1}
+    line["structured_outputs"] = schema_case(schema).options
+    with serve(model.path, 1, reload=True, speculative=DRIVER) as (group, loaded):
+        expected, slow = serve_all(group, loaded, sampling, [line])
+        outputs, driver = serve_all(group, loaded, grammars, [line])
+    assert ends(outputs) == ends(expected)
+    assert reports(outputs) == reports(expected)
+    output = outputs["a"]
+    assert output.finish_reason == "stop" and output.num_drafted == output.num_accepted
+    num_tokens = len(output.token_ids)
+    assert num_tokens > 60 and len(slow.records) >= num_tokens
+    saved = len(slow.records) - len(driver.records)
+    assert saved == pytest.approx(output.num_accepted, abs=2)
+    assert len(driver.records) < 0.5 * num_tokens
