@@ -86,6 +86,10 @@ class LockstepScheduler:
             self._remove(req_id)
         return jump
 
+    def expect_tokens(self, req_id: str, token_ids: Sequence[int]) -> None:
+        """See Scheduler.expect_tokens."""
+        self._scheduler_of(req_id).expect_tokens(req_id, token_ids)
+
     def generated_tokens(self, req_id: str, first: int) -> list[int]:
         """See Scheduler.generated_tokens."""
         return self._scheduler_of(req_id).generated_tokens(req_id, first)

@@ -2,6 +2,7 @@
 for each. Either all parts of a step are encoded and accounted for, or none is."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -188,17 +189,7 @@ class LockstepSlots:
 def _with_values(part: SchedulerOutput, values: tuple[StepValues, ...]) -> SchedulerOutput:
     """Return a part with values of the whole step: those for other replicas are left out where it
     is encoded."""
-    return SchedulerOutput(
-        part.num_scheduled_tokens,
-        part.decode_req_ids,
-        part.scheduled_new_reqs,
-        part.new_block_ids,
-        part.more_new_block_ids,
-        part.finished_req_ids,
-        part.preempted_req_ids,
-        (*part.extensions, *values),
-        part.num_samples,
-    )
+    return replace(part, extensions=(*part.extensions, *values))
 
 
 def _all_or_none(

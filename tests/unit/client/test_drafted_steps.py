@@ -17,7 +17,14 @@ from tests.support.exhaustive import seeds
 from tests.support.fake_daemon import bitmap, named_slots, next_token
 from worker_client.errors import InvalidSchedulerOutput
 from worker_client.requests import SamplingParams
-from worker_client.scheduler_output import DraftOutcome, NewRequest, SchedulerOutput
+from worker_client.scheduler_output import (
+    DraftOutcome,
+    LockstepOutput,
+    NewRequest,
+    SchedulerOutput,
+)
+from worker_client.steps.lockstep import LockstepSlots
+from worker_client.steps.masks import StepMasks
 from worker_client.steps.slots import SlotTable
 from worker_client.steps.step_checks import GroupLimits
 
@@ -382,3 +389,16 @@ def test_random_steps_with_drafts_mean_the_same_to_a_daemon(seed, accuracy):
             take_oldest()
     assert num_done > 3 and daemon.num_settled > 10
     assert (daemon.num_accepted > 20) == (accuracy > 0)
+
+
+def test_replicas_in_lockstep_have_drafts_beside_masks():
+    slots = LockstepSlots(6, LIMITS, 2)
+    first = SchedulerOutput({"a": 5}, scheduled_new_reqs=[new_request("a", 5, [1, 2, 3])])
+    slots.encode(LockstepOutput.of([SchedulerOutput(), first]), **IDS, seq=1)
+    drafted = SchedulerOutput({"a": 3}, num_drafts={"a": 2}, draft_token_ids={"a": [8, 9]})
+    output = LockstepOutput.of([SchedulerOutput(), drafted])
+    output.extensions = (StepMasks({"a": np.full((3, 32), -1, np.int32)}),)
+    message = message_of(slots.encode(output, **IDS, seq=2).parts[1])
+    assert pairs(message.num_drafts) == [[0, 2]]
+    assert np.frombuffer(message.draft_token_ids, "<i4").tolist() == [8, 9]
+    assert np.frombuffer(message.extensions[0].slots, "<u2").tolist() == [0, 0, 0]
