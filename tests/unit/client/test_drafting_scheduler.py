@@ -383,3 +383,34 @@ def test_schedulers_without_drafts_plan_none():
     group.run()
     check(group, requests)
     assert not any(message.num_drafts or message.settled for message in group.daemon.messages)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_expected_tokens_are_drafts_up_to_a_stop_token_or_the_limit(pp):
+    """Each saves a step, and no jump is needed over as many as a step may have. The device makes
+    none here."""
+    for max_tokens, stop_at in ((33, None), (33, 14), (7, None)):
+        limits = make_limits(makes_drafts=False, pipeline_parallel_size=pp)
+        group = DraftingGroup(random.Random(0), 0.0, limits)
+        plain = GenerationRequest("a", np.arange(9, dtype=np.int32), max_tokens)
+        own = SamplingParams(ignore_eos=True)
+        tokens = expected(dataclasses.replace(plain, sampling=own))
+        if stop_at is not None:
+            own = SamplingParams(ignore_eos=True, stop_token_ids=(tokens[stop_at],))
+            tokens = tokens[: stop_at + 1]
+        group.scheduler.add_request(dataclasses.replace(plain, sampling=own))
+        group.scheduler.expect_tokens("b", [1])
+        num_steps = num_known = 0
+        while group.scheduler.has_unfinished_requests():
+            group.send()
+            result = group.take()
+            num_steps += 1
+            num_known += len(result.req_ids)
+            following = [*tokens[num_known:], *range(40)]
+            group.scheduler.expect_tokens("a", following)
+            assert group.scheduler.jump_forward("a", following[: K + 1]).num_tokens == 0
+        (output,) = group.outputs.values()
+        assert output.token_ids == tokens
+        assert output.num_drafted == output.num_accepted > 0
+        assert num_steps <= len(tokens) - output.num_accepted + pp + 1
+        assert all(-1 not in np.frombuffer(m.draft_token_ids, "<i4") for m in group.daemon.messages)
