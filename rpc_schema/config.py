@@ -28,6 +28,9 @@ MAX_SAMPLES_PER_SEQ = 255
 MAX_DRAFTS = 31
 """Bound on num_speculative_tokens."""
 
+MAX_LOOKUP = 32
+"""Bound on prompt_lookup_max and prompt_lookup_min."""
+
 DraftMethod = Literal["none", "driver", "ngram", "suffix", "draft_model"]
 
 _MOST_DIGITS = 9
@@ -146,10 +149,10 @@ class SpeculativeConfig(Value, frozen=True, kw_only=True):
     bring drafts with each of these methods."""
     num_speculative_tokens: Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] = 0
     """Most drafts of a request in one step; at least 1 unless method is none."""
-    prompt_lookup_max: Annotated[int, Meta(ge=1, le=32)] = 4
+    prompt_lookup_max: Annotated[int, Meta(ge=1, le=MAX_LOOKUP)] = 4
     """ngram: the longest run of last tokens that is looked up. suffix: beyond it, a longer match
     counts no more."""
-    prompt_lookup_min: Annotated[int, Meta(ge=1, le=32)] = 2
+    prompt_lookup_min: Annotated[int, Meta(ge=1, le=MAX_LOOKUP)] = 2
     """ngram and suffix: the shortest match that gives drafts."""
     max_kept_tokens: Annotated[int, Meta(ge=1024, le=1 << 24)] = 1 << 18
     """suffix: the tokens of earlier requests that are kept, the newest ones."""

@@ -116,6 +116,7 @@ class SchedulerOutput:
     """A step of vLLM's scheduler."""
 
     num_scheduled_tokens: Mapping[str, int] = field(default_factory=dict)
+    scheduled_spec_decode_tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
     scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
     scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
     finished_req_ids: set[str] = field(default_factory=set)

@@ -2,7 +2,7 @@
 step."""
 
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from rpc_schema.kv_cache import BlockGroup
@@ -12,6 +12,7 @@ from worker_client.vllm.requests import KnownRequest
 from worker_client.vllm.steps import StepWriter
 
 NONE_RUNNING = ((), (), ())
+NO_DRAFTS: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 
 class PlannedSteps:
@@ -41,6 +42,7 @@ class PlannedSteps:
         counts: Mapping[str, int],
         cached: Sequence[Sequence[Any]] = NONE_RUNNING,
         deferred: bool = False,
+        drafts: Mapping[str, Sequence[int]] = NO_DRAFTS,
     ) -> list[set[str]]:
         """Write a step, and let the table take what it becomes; return the requests of each part.
         cached: ids, computed tokens and new blocks of the running requests."""
@@ -52,6 +54,7 @@ class PlannedSteps:
             ),
             num_scheduled_tokens=counts,
             total_num_scheduled_tokens=sum(counts.values()),
+            scheduled_spec_decode_tokens=drafts,
             finished_req_ids=set(),
             preempted_req_ids=None,
             has_structured_output_requests=deferred,

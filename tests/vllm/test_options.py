@@ -104,6 +104,28 @@ SERVED = {
     "embeddings": {"runner": "pooling"},
     "tokens": {"runner": "pooling", "pooler_config": {"task": "token_embed"}},
     "classes": {"runner": "pooling", "convert": "classify"},
+    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "lookup": {
+        "speculative_config": {
+            "method": "ngram_gpu",
+            "num_speculative_tokens": 31,
+            "prompt_lookup_min": 2,
+            "prompt_lookup_max": 32,
+        },
+        "pipeline_parallel_size": 2,
+        "per_request_spec_decode_metrics": "detailed",
+    },
+    "fewer drafts": {
+        "speculative_config": {
+            "model": "ngram",
+            "num_speculative_tokens": 4,
+            "num_speculative_tokens_per_batch_size": [(1, 4, 4), (5, 64, 0)],
+        },
+    },
+    "suffixes": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+        "additional_config": {"worker_daemon": {"suffix_lookup": True}},
+    },
 }
 """Options that are served without a word."""
 
@@ -196,6 +218,34 @@ REFUSED = {
         }
     },
     "aux_output_config.enable_return_routed_experts": {"enable_return_routed_experts": True},
+    "speculative_config.method": {
+        "speculative_config": {"num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}
+    },
+    "speculative_config.num_speculative_tokens": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 32}
+    },
+    "speculative_config.prompt_lookup_max": {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 33,
+            "prompt_lookup_min": 2,
+        }
+    },
+    "speculative_config.rejection_sample_method": {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "rejection_sample_method": "block",
+        }
+    },
+    "speculative_config": {
+        "runner": "pooling",
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+    },
+    "additional_config.worker_daemon.suffix_lookup": {
+        "additional_config": {"worker_daemon": {"suffix_lookup": True}}
+    },
 }
 """Options that are refused, by the field that the error names."""
 
@@ -205,12 +255,22 @@ def test_options_that_are_not_served_are_refused_by_name(configured, checkpoint,
     options, architecture = dict(REFUSED[field]), "LlamaForCausalLM"
     if field == "hf_config_path":
         options[field] = str(checkpoint("MistralForCausalLM").path)
+    if field == "speculative_config.method":
+        options["speculative_config"] |= {"model": str(checkpoint("LlamaForCausalLM").path)}
     if field == "expert_placement_strategy":
         architecture = "Qwen3MoeForCausalLM"
     with pytest.raises(ClientConfigError) as caught:
         configured(architecture, **options)
     assert caught.value.field == field
     assert caught.value.fix
+
+
+def test_suffix_is_a_setting_of_ours(configured, monkeypatch):
+    """vLLM demands the library of its own lookup first."""
+    monkeypatch.setattr("vllm.config.speculative.has_arctic_inference", lambda: True)
+    with pytest.raises(ClientConfigError, match="suffix_lookup") as caught:
+        configured(speculative_config={"method": "suffix"})
+    assert caught.value.field == "speculative_config.method"
 
 
 @pytest.mark.parametrize(
@@ -278,7 +338,8 @@ def defaults(configured):
     options = {"enable_lora": True, "reasoning_parser": "qwen3"}
     events = {"kv_events_config": {"enable_kv_cache_events": True}}
     pooling = defaults_of(configured(runner="pooling"))
-    made = defaults_of(configured(**options, **events))
+    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    made = defaults_of(configured(**options, **events, **drafts))
     made.model_config.pooler_config = pooling.model_config.pooler_config
     return made
 

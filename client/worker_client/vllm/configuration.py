@@ -7,6 +7,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from rpc_schema.config import (
+    MAX_DRAFTS,
+    MAX_LOOKUP,
     CacheConfig,
     GraphConfig,
     KVCacheDtype,
@@ -15,6 +17,7 @@ from rpc_schema.config import (
     ParallelConfig,
     Quantization,
     SchedulerConfig,
+    SpeculativeConfig,
     WorkerConfig,
 )
 from rpc_schema.lifecycle import GetModelMetadataReply
@@ -35,6 +38,8 @@ _LOAD_FORMATS: Final = {
 _CACHE_DTYPES: Final[Mapping[str, KVCacheDtype]] = MappingProxyType(
     {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8"}
 )
+_NGRAM: Final = ("ngram", "ngram_gpu")
+"""vLLM's methods whose drafts are looked up in a request's own tokens."""
 _QUANTIZED_CHECKPOINTS: Final = (
     "compressed-tensors",
     "fp8",
@@ -99,6 +104,18 @@ def worker_config(vllm_config: Any, settings: Settings, directory: str) -> Worke
             max_lora_rank=lora.max_lora_rank,
             max_cpu_loras=lora.max_cpu_loras,
         ),
+        speculative=_speculative(vllm_config.speculative_config, settings),
+    )
+
+
+def _speculative(theirs: Any, settings: Settings) -> SpeculativeConfig:
+    if theirs is None:
+        return SpeculativeConfig()
+    return SpeculativeConfig(
+        method="suffix" if settings.suffix_lookup else "ngram",
+        num_speculative_tokens=theirs.num_speculative_tokens,
+        prompt_lookup_max=theirs.prompt_lookup_max,
+        prompt_lookup_min=theirs.prompt_lookup_min,
     )
 
 
@@ -129,6 +146,40 @@ def check_config(vllm_config: Any) -> None:
         _refuse("scheduler_cls", scheduler_cls, "leave it out: ours survives lost steps")
     if vllm_config.scheduler_config.async_scheduling is False and not pools(vllm_config):
         _refuse("async_scheduling", False, "leave it out: steps are sent ahead of their results")
+
+
+_MOST_DRAFTS: Final[Mapping[str, int]] = MappingProxyType(
+    {
+        "num_speculative_tokens": MAX_DRAFTS,
+        "prompt_lookup_max": MAX_LOOKUP,
+        "prompt_lookup_min": MAX_LOOKUP,
+    }
+)
+
+
+def check_drafts(vllm_config: Any, settings: Settings) -> None:
+    """Check the source of drafts and their number, before fields that only other sources have.
+
+    Raises:
+        ClientConfigError: a setting is not served.
+    """
+    theirs = vllm_config.speculative_config
+    if theirs is None:
+        if settings.suffix_lookup:
+            fix = "leave it out, or give --speculative-config with the method ngram"
+            _refuse("additional_config.worker_daemon.suffix_lookup", True, fix)
+        return
+    if theirs.method not in _NGRAM:
+        fix = "use ngram: daemons have no draft models"
+        if theirs.method == "suffix":
+            fix = "use ngram, and set suffix_lookup in additional_config.worker_daemon"
+        _refuse("speculative_config.method", theirs.method, fix)
+    if pools(vllm_config):
+        _refuse("speculative_config", theirs, "leave it out: the model pools")
+    for field, most in _MOST_DRAFTS.items():
+        value = getattr(theirs, field)
+        if value > most:
+            _refuse(f"speculative_config.{field}", value, f"use at most {most}")
 
 
 def pools(vllm_config: Any) -> bool:

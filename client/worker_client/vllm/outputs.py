@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -51,9 +52,11 @@ class ResultColumns:
     """Row of each request; this and req_ids are the same objects for as long as the requests do not
     change."""
     sampled: list[list[int]]
-    """Token of each; empty: it has none."""
+    """Tokens of each, several only after drafts; empty: it has none."""
     logprobs: LogprobRows | None = None
-    """A row for each request; None: none asked."""
+    """A row for each token, or for each request if first_rows is None; None: none asked."""
+    first_rows: list[int] | None = None
+    """In logprobs, the first row of each request, and the number of rows."""
     prompt_logprobs: dict[str, LogprobRows] = field(default_factory=dict)
     """Requests whose prompt this step has completed, with a row for each of its tokens but the
     first."""
@@ -84,10 +87,11 @@ class OutputReader:
         if tokens is not None and NO_TOKEN not in tokens:
             columns.sampled = [[t] for t in tokens]  # a batch that goes on
         else:
-            some = list(map(result.sampled.get, batch.wire_ids))
-            columns.sampled = [[] if t is None or t == NO_TOKEN else [t] for t in some]
+            gained = _by_request(result)
+            some = [gained.get(each, ()) for each in batch.wire_ids]
+            columns.sampled = [[] if NO_TOKEN in own else [*own] for own in some]
             pairs = zip(batch.req_ids, some, strict=True)
-            columns.failed = tuple(name for name, token in pairs if token == NO_TOKEN)
+            columns.failed = tuple(name for name, own in pairs if NO_TOKEN in own)
         if result.reports or self._prompts:  # a last chunk of one token reports none
             self._add_reports(columns, batch.wire_ids, result)
         return columns
@@ -98,17 +102,27 @@ class OutputReader:
             self._prompts.pop(each, None)
 
     def _add_reports(self, columns: ResultColumns, wire: Sequence[str], result: StepResult) -> None:
-        row_of = {each: row for row, each in enumerate(wire)}
-        entries = self._sampled_entries(result)
-        if entries:
-            by_row = {row_of[each]: entry for each, entry in entries.items()}
-            columns.logprobs = LogprobRows.of(len(wire), by_row)
+        self._add_logprobs(columns, wire, result)
         self._collect(result.reports.get(PromptLogprobs, {}))
         for name, each, own in zip(columns.req_ids, wire, columns.sampled, strict=True):
             if own and each in self._prompts:
                 columns.prompt_logprobs[name] = _joined(self._prompts.pop(each))
         if result.pooled:
             self._add_pooled(columns, wire, result.pooled)
+
+    def _add_logprobs(
+        self, columns: ResultColumns, wire: Sequence[str], result: StepResult
+    ) -> None:
+        entries = self._sampled_entries(result)
+        if not entries:
+            return
+        if result.gained:
+            columns.first_rows = [0, *accumulate(map(len, columns.sampled))]
+        firsts = columns.first_rows or range(len(wire) + 1)
+        by_row: dict[int, Logprobs] = {}
+        for first, each, tokens in zip(firsts, wire, columns.sampled, strict=False):
+            by_row.update(enumerate(entries.get(each, ())[: len(tokens)], first))
+        columns.logprobs = LogprobRows.of(firsts[-1], by_row)
 
     def _add_pooled(
         self,
@@ -124,21 +138,27 @@ class OutputReader:
             pairs = zip(columns.req_ids, wire, strict=True)
             columns.failed = tuple(name for name, each in pairs if each in broken)
 
-    def _sampled_entries(self, result: StepResult) -> dict[str, Logprobs]:
-        """Return the entry of each request that asked, with the tokens that it named behind the
-        sampled one."""
-        entries: dict[str, Logprobs] = dict(result.reports.get(TokenLogprobs, {}))
-        for each, values in result.reports.get(GivenLogprobs, {}).items():
-            known = self._requests.find(each)
-            if known is None:
-                continue  # it has ended, and its output is dropped
-            own, named = entries[each], known.logprob_token_ids
-            entries[each] = Logprobs(
-                np.concatenate((own.token_ids[:1], np.array(named, np.int32))),
-                np.concatenate((own.logprobs[:1], values)),
-                own.rank,
-            )
+    def _sampled_entries(self, result: StepResult) -> dict[str, list[Logprobs]]:
+        """Return the entries of each request that asked, one for each token that it gained."""
+        given = result.reports.get(GivenLogprobs, {})
+        entries: dict[str, list[Logprobs]] = {}
+        for each, last in result.reports.get(TokenLogprobs, {}).items():
+            reports = [token.reports for token in result.gained.get(each, ())]
+            pairs = [(own[TokenLogprobs], own.get(GivenLogprobs)) for own in reports]
+            pairs = pairs or [(last, given.get(each))]
+            entries[each] = [self._entry(each, own, values) for own, values in pairs]
         return entries
+
+    def _entry(self, each: str, own: Logprobs, given: NDArray[np.float32] | None) -> Logprobs:
+        """Return the entry of a token, with those that the request named behind it."""
+        known = self._requests.find(each)
+        if given is None or known is None:  # it has ended, and its output is dropped
+            return own
+        return Logprobs(
+            np.concatenate((own.token_ids[:1], np.array(known.logprob_token_ids, np.int32))),
+            np.concatenate((own.logprobs[:1], given)),
+            own.rank,
+        )
 
     def _collect(self, chunks: Mapping[str, PromptChunk]) -> None:
         for each, chunk in chunks.items():
@@ -161,3 +181,11 @@ def _joined(positions: Mapping[int, Logprobs]) -> LogprobRows:
     """Return the rows of a prompt, position 1 first."""
     last = max(positions)
     return LogprobRows.of(last, {position - 1: each for position, each in positions.items()})
+
+
+def _by_request(result: StepResult) -> dict[str, list[int]]:
+    """Return the tokens of each request."""
+    gained: dict[str, list[int]] = {}
+    for req_id, token_id in zip(result.req_ids, result.token_ids, strict=True):
+        gained.setdefault(req_id, []).append(token_id)
+    return gained

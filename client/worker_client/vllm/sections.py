@@ -167,6 +167,7 @@ SECTIONS: Final[Mapping[str, Section]] = MappingProxyType(
                 "kv_cache_metrics",
                 "kv_cache_metrics_sample",
                 "otlp_traces_endpoint",
+                "per_request_spec_decode_metrics",
                 "show_hidden_metrics_for_version",
             ),
             idle={"jit_monitor_mode": _WARMS, "jit_monitor_verbose": _WARMS},
@@ -221,6 +222,17 @@ SECTIONS: Final[Mapping[str, Section]] = MappingProxyType(
             derived=("is_multimodal_model", "runner_type"),
             is_option=True,
         ),
+        "speculative_config": Section(
+            sent=("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
+            own=("num_speculative_tokens_per_batch_size",),
+            derived=(
+                "draft_model_config",
+                "draft_parallel_config",
+                "model",  # the method's name; another one has another method
+                "target_model_config",
+                "target_parallel_config",
+            ),
+        ),
         "structured_outputs_config": Section(
             own=(
                 "backend",
@@ -236,7 +248,7 @@ SECTIONS: Final[Mapping[str, Section]] = MappingProxyType(
 )
 """Sections that are not named have no field that may differ."""
 
-OPTIONAL: Final = ("kv_events_config", "lora_config", "reasoning_config")
+OPTIONAL: Final = ("kv_events_config", "lora_config", "reasoning_config", "speculative_config")
 """Sections that are absent by default, and may be there."""
 
 _CLOSED: Final = Section()

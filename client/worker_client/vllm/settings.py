@@ -54,6 +54,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Names of custom logits processors that requests may ask for; the daemons have them."""
     step_deadline_ms: int | None = None
     """None: the daemons' default."""
+    suffix_lookup: bool = False
+    """Look drafts of vLLM's method ngram up in the outputs of earlier requests, too."""
 
     @property
     def lease(self) -> LeaseTerms:

@@ -25,6 +25,29 @@ AdapterOf = Callable[[int], RequestExtension]
 """Returns the extension of an adapter's requests, by its id."""
 
 
+class _LastBlocks:
+    """The last blocks of a request in one KV group."""
+
+    __slots__ = ("_ids", "_most", "_num")
+
+    def __init__(self, block_ids: Sequence[int], most: int) -> None:
+        """most: how many are kept."""
+        self._ids = list(block_ids[-most:])
+        self._most = most
+        self._num = len(block_ids)
+
+    def append(self, block_ids: Sequence[int]) -> None:
+        """Add blocks at the end."""
+        self._ids = [*self._ids, *block_ids][-self._most :]
+        self._num += len(block_ids)
+
+    def find(self, index: int) -> Iterator[int]:
+        """Yield the block at an index of all blocks, if it is there and kept."""
+        place = index - (self._num - len(self._ids))
+        if 0 <= place < len(self._ids):
+            yield self._ids[place]
+
+
 class StepWriter:
     """Translates the steps of one scheduler, in order."""
 
@@ -34,20 +57,22 @@ class StepWriter:
         adapter_of: AdapterOf,
         has_row: Callable[[str], bool],
         block_sizes: Sequence[int],
+        most_refused: int = 0,
     ) -> None:
         """has_row: whether the workers have a request, by its id on the wire. block_sizes: of each
-        KV group."""
+        KV group. most_refused: tokens of a request in its steps in flight that may be refused."""
         self._requests = requests
         self._adapter_of = adapter_of
         self._has_row = has_row
         self._block_sizes = tuple(block_sizes)
+        self._num_kept = [2 + most_refused // size for size in block_sizes]
         self._unsent: dict[str, None] = {}
         """Requests that have ended, but in no step that was sent; a dict keeps their order."""
         self._batches = RequestBatches()
         self.batch = RequestBatch(())
         """All requests of the last step."""
-        self._last_blocks: dict[str, list[int]] = {}
-        """For each request with a row, its last block in each KV group."""
+        self._last_blocks: dict[str, list[_LastBlocks]] = {}
+        """For each request with a row, its last blocks in each KV group."""
 
     def end(self, wire_ids: Iterable[str]) -> None:
         """End requests with the next step, by their ids on the wire."""
@@ -87,15 +112,18 @@ class StepWriter:
         self.end(each.req_id for each in new if self._has_row(each.req_id))
         finished = self._take_unsent()
         preempted = [r for r in map(wire_id, output.preempted_req_ids or ()) if r not in finished]
-        decodes = self._find_decodes(output)
+        deferred = self._deferred(output)
+        counts, drafts = _without_drafts_of(deferred, output)
+        decodes = self._find_decodes(output, counts)
         step = SchedulerOutput(
             decode_req_ids=decodes.wire_ids,
             scheduled_new_reqs=new,
             finished_req_ids=finished,
             preempted_req_ids=preempted,
-            extensions=_deferring(self._deferred(output)),
+            extensions=_deferring(deferred),
+            num_drafts=drafts,
         )
-        self._add_counts(step, output, decodes)
+        self._add_counts(step, counts, decodes)
         self._add_blocks(step, output.scheduled_cached_reqs)
         apart = self._apart(step, output.scheduled_cached_reqs)
         self._note_last_blocks(new, step)
@@ -134,10 +162,9 @@ class StepWriter:
             own = tuple(each for each in own if not isinstance(each, PromptLogprobsWanted))
         return (*own, self._adapter_of(known.lora_id)) if known.lora_id else own
 
-    def _find_decodes(self, output: Any) -> RequestBatch:
-        counts = output.num_scheduled_tokens
+    def _find_decodes(self, output: Any, counts: Mapping[str, int]) -> RequestBatch:
         self.batch = self._batches.find(counts)
-        if output.total_num_scheduled_tokens == len(counts) and not output.scheduled_new_reqs:
+        if sum(counts.values()) == len(counts) and not output.scheduled_new_reqs:
             return self.batch
         new = {each.req_id for each in output.scheduled_new_reqs}
         return self._batches.find(r for r, n in counts.items() if n == 1 and r not in new)
@@ -153,12 +180,14 @@ class StepWriter:
             if getattr(each.params, "structured_outputs", None) is not None
         ]
 
-    def _add_counts(self, step: SchedulerOutput, output: Any, decodes: RequestBatch) -> None:
+    def _add_counts(
+        self, step: SchedulerOutput, counts: Mapping[str, int], decodes: RequestBatch
+    ) -> None:
         if decodes is self.batch:
             return
         step.num_scheduled_tokens = {
             wire_id(req_id): count
-            for req_id, count in output.num_scheduled_tokens.items()
+            for req_id, count in counts.items()
             if req_id not in decodes.row_of
         }
 
@@ -236,25 +265,46 @@ class StepWriter:
 
     def _filled(self, step: SchedulerOutput, cached: Any) -> Iterator[int]:
         """Yield the blocks that running requests fill with a step: those that they get with it, and
-        their last ones so far, which have room left."""
+        those that have room left for it. Where tokens may still be refused, vLLM shares no block
+        that this step fills."""
         for given in (step.new_block_ids, *step.more_new_block_ids):
             for own in given.values():
                 yield from own
         for req_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             name = wire_id(req_id)
             count = step.num_scheduled_tokens.get(name, 1)
-            for size, last in zip(self._block_sizes, self._last_blocks.get(name, ()), strict=False):
-                num_used = num_computed % size
-                if num_used and num_used + count >= size:
-                    yield last
+            for size, own in zip(self._block_sizes, self._last_blocks.get(name, ()), strict=False):
+                if num_computed % size + count >= size:
+                    yield from own.find(num_computed // size)
 
     def _note_last_blocks(self, new: Iterable[NewRequest], step: SchedulerOutput) -> None:
         for each in new:
-            self._last_blocks[each.req_id] = [own[-1] for own in each.blocks_by_group]
+            self._last_blocks[each.req_id] = [
+                _LastBlocks(own, most)
+                for own, most in zip(each.blocks_by_group, self._num_kept, strict=True)
+            ]
         for group, given in enumerate((step.new_block_ids, *step.more_new_block_ids)):
             for req_id, own in given.items():
                 if req_id in self._last_blocks:  # the table of slots refuses others
-                    self._last_blocks[req_id][group] = own[-1]
+                    self._last_blocks[req_id][group].append(own)
+
+
+def _without_drafts_of(
+    deferred: Iterable[str], output: Any
+) -> tuple[Mapping[str, int], dict[str, int]]:
+    """Return a step's tokens of each request by vLLM's ids, and the drafts among them by the wire's.
+    Drafts are left out for deferred requests, whose masks do not know them, and for new ones: the
+    devices have none yet. vLLM takes them as refused. Its counts of such a request are then higher
+    than the workers' until it has the result; the difference of its two counts is the same."""
+    counts, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+    if not drafts:
+        return counts, {}
+    without = {*deferred, *(wire_id(each.req_id) for each in output.scheduled_new_reqs)}
+    kept = {wire_id(req_id): len(own) for req_id, own in drafts.items()}
+    left_out = {req_id: kept.pop(req_id) for req_id in without if req_id in kept}
+    if left_out:
+        counts = {req_id: n - left_out.get(wire_id(req_id), 0) for req_id, n in counts.items()}
+    return counts, kept
 
 
 def _only_goes_on(output: Any) -> bool:

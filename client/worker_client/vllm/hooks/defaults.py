@@ -23,7 +23,7 @@ def defaults_of(vllm_config: Any) -> Any:
     for entry in dataclasses.fields(vllm_config):
         value, usual = getattr(vllm_config, entry.name), _default(entry)
         if usual is None and value is not None and entry.name in OPTIONAL:
-            usual = type(value)()
+            usual = SimpleNamespace(**_defaults_of_class(type(value)))
         if entry.name != "model_config":
             setattr(defaults, entry.name, usual)
     theirs = vllm_config.parallel_config
@@ -35,7 +35,7 @@ def defaults_of(vllm_config: Any) -> Any:
     model = vllm_config.model_config
     if model is not None:
         _derive(defaults, vllm_config)
-        fields = {entry.name: _default(entry) for entry in dataclasses.fields(model)}
+        fields = _defaults_of_class(type(model))
         fields["pooler_config"] = None if model.pooler_config is None else PoolerConfig()
         defaults.model_config = SimpleNamespace(**fields)
     return defaults
@@ -54,6 +54,11 @@ def _derive(defaults: Any, vllm_config: Any) -> None:
     if vllm_config.quant_config is not None:
         asked = vllm_config.compilation_config.custom_ops
         compilation.custom_ops = _FP8_OPS if asked == _FP8_OPS else []
+
+
+def _defaults_of_class(section: Any) -> dict[str, Any]:
+    """Return the defaults of a section that cannot be made without options."""
+    return {entry.name: _default(entry) for entry in dataclasses.fields(section)}
 
 
 def _default(entry: "dataclasses.Field[Any]") -> Any:

@@ -149,7 +149,11 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         )
         sizes = [each.block_size for each in self._model.groups]
         slots = lambda req_id: req_id in group.slots  # noqa: E731
-        self._writer = StepWriter(self._requests, self._adapter_of, slots, sizes)
+        num_drafts = ours.speculative.num_speculative_tokens
+        self._masks_each = 1 + num_drafts
+        """Rows of vLLM's grammar bitmask for each request."""
+        most_refused = num_drafts * config.max_concurrent_batches
+        self._writer = StepWriter(self._requests, self._adapter_of, slots, sizes, most_refused)
         self._reader = OutputReader(self._requests)
         self._num_words = -(-self._model.metadata.vocab_size // 32)
         self._unsampled: _VllmStep | None = None
@@ -249,9 +253,12 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
 
     def _masks(self, grammar_output: Any) -> dict[str, Any]:
         ids, rows = grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask
-        return {
-            wire_id(r): fitted_mask(row, self._num_words) for r, row in zip(ids, rows, strict=False)
-        }
+        first = rows[:: self._masks_each]  # the others are for drafts, of which there are none
+        pairs = zip(ids, first, strict=False)
+        return {wire_id(r): fitted_mask(row, self._num_words) for r, row in pairs}
+
+    def take_draft_token_ids(self) -> None:
+        """Return None: the daemons make the drafts, and keep them."""
 
     def _output(self, pending: _VllmStep, non_block: bool) -> Any:
         output = _Output(self._take, pending)
@@ -359,7 +366,7 @@ def _as_vllm(columns: ResultColumns) -> DaemonsOutput:
         req_ids=columns.req_ids,
         req_id_to_index=columns.row_of,
         sampled_token_ids=columns.sampled,
-        logprobs=None if sampled is None else LogprobsLists(*sampled),
+        logprobs=None if sampled is None else LogprobsLists(*sampled, columns.first_rows),
         prompt_logprobs_dict={r: _tensors(rows) for r, rows in columns.prompt_logprobs.items()},
         pooler_output=None
         if pooled is None

@@ -10,7 +10,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from worker_client.errors import RequestError
-from worker_client.vllm.configuration import check_config
+from worker_client.vllm.configuration import check_config, check_drafts
 from worker_client.vllm.refusals import end_with_reason
 from worker_client.vllm.requests import (
     POOLING_FIELDS,
@@ -61,6 +61,7 @@ class WorkerDaemonPlatform(Platform):  # type: ignore[misc]
         parallel = vllm_config.parallel_config
         if (parallel.worker_cls, parallel.distributed_executor_backend) == (_WORKER, _EXECUTOR):
             return  # a copy of one that was checked, and has what vLLM derives
+        check_drafts(vllm_config, settings_of(vllm_config))
         defaults = resolve_obj_by_qualname(_DEFAULTS)(vllm_config)
         if parallel.distributed_executor_backend == _EXECUTOR:
             defaults.parallel_config.distributed_executor_backend = _EXECUTOR
