@@ -69,11 +69,16 @@ class Row:
     seed: int
     blocks: list[list[int]]
     """For each KV group."""
+    drafts: list[int] = field(default_factory=list)
+    """Guesses of the tokens behind those, in the step that runs."""
     digests: list[bytes] = field(default_factory=list)
 
     def content(self, position: int) -> bytes:
         """Return what has to be at a position."""
         own = self.digests
+        if position >= len(self.tokens):
+            guessed = self.drafts[: position + 1 - len(self.tokens)]
+            return _digests(guessed, self.content(len(self.tokens) - 1))[-1]
         if len(own) < len(self.tokens):
             own += _digests(self.tokens[len(own) :], own[-1] if own else b"")
         return own[position]
@@ -111,6 +116,8 @@ class ModelledDaemons:
         """Faults that have happened."""
         self.num_shared = 0
         """Positions with which requests began."""
+        self.num_accepted = self.num_refused = 0
+        """Drafts."""
         self.kv: dict[Place, tuple[int, bytes]] = {}
         """KV group and content of each place that a step has written."""
         self.tag = b""
@@ -144,7 +151,7 @@ class ModelledDaemons:
 
     # ------------------------------------------------------------------ steps
 
-    def run(self, seq: int, output: SchedulerOutput, *, is_void: bool) -> dict[str, int]:
+    def run(self, seq: int, output: SchedulerOutput, *, is_void: bool) -> dict[str, list[int]]:
         """Run a step; return what it samples. A void one may read anything."""
         counts = self._apply(seq, output)
         reads, writes = self._places(counts, is_void=is_void)
@@ -159,17 +166,43 @@ class ModelledDaemons:
             row.num_computed += count
             if row.num_computed < len(row.tokens):
                 continue
+            if row.drafts:
+                sampled[req_id] = self._verify(row, first, writes)
+                continue
             last = next(iter(self._row_places(row, first, row.num_computed)))
             fails = writes[last][1] == NO_NUMBER
             if req_id in output.deferred_req_ids:
                 self._unsampled.setdefault(seq, {})[req_id] = row, fails
             else:
-                sampled[req_id] = self._sample(row, fails)
+                sampled[req_id] = [self._sample(row, fails)]
         return sampled
+
+    def _guess(self, row: Row, num: int) -> list[int]:
+        """Return drafts of a row, most of them right."""
+        drafts: list[int] = []
+        for _ in range(num):
+            token = next_token([*row.tokens, *drafts], row.seed)
+            is_wrong = self.source.random() < 0.3
+            drafts.append(POISON + 1 if is_wrong else token)
+        return drafts
+
+    def _verify(self, row: Row, first: int, writes: Mapping[Place, tuple[int, bytes]]) -> list[int]:
+        """Sample after a row's tokens, and after each draft as long as they are right."""
+        fails = writes[self._row_places(row, first, first + 1)[0]][1] == NO_NUMBER
+        drafts, row.drafts = row.drafts, []
+        gained = [self._sample(row, fails)]
+        for draft in drafts:
+            if gained[-1] != draft:
+                break
+            gained.append(self._sample(row, fails))
+        row.num_computed = len(row.tokens) - 1
+        self.num_accepted += len(gained) - 1
+        self.num_refused += 1 + len(drafts) - len(gained)
+        return gained
 
     def sample(
         self, seq: int, req_ids: Sequence[str], masks: Mapping[str, np.ndarray]
-    ) -> dict[str, int]:
+    ) -> dict[str, list[int]]:
         """Sample deferred requests of a step; those that have left meanwhile are left out."""
         sampled = {}
         for req_id in req_ids:
@@ -179,12 +212,13 @@ class ModelledDaemons:
                 if req_id in masks:
                     bits = np.unpackbits(masks[req_id].view(np.uint8), bitorder="little")
                     allowed = np.flatnonzero(bits[:VOCAB_SIZE]).tolist()
-                sampled[req_id] = self._sample(row, fails, allowed)
+                sampled[req_id] = [self._sample(row, fails, allowed)]
         return sampled
 
     def lose(self, seq: int, output: SchedulerOutput) -> None:
         """Lose a step: nobody knows which of its places it has written."""
-        _, writes = self._places(self._apply(seq, output), is_void=True)
+        counts = self._apply(seq, output)
+        _, writes = self._places(counts, is_void=True)
         for place, content in writes.items():
             lost = self.source.choice([content, (content[0], GARBAGE), self.kv.get(place)])
             if lost is not None:
@@ -207,6 +241,8 @@ class ModelledDaemons:
             for req_id, own in given.items():
                 self.rows[req_id].blocks[group] += own
                 self._give(seq, own)
+        for req_id, num in output.num_drafts.items():
+            self.rows[req_id].drafts = self._guess(self.rows[req_id], num)
         return {**dict.fromkeys(output.decode_req_ids, 1), **output.num_scheduled_tokens}
 
     def _give(self, seq: int, block_ids: Sequence[int], num_kept: int = 0) -> None:
@@ -229,7 +265,8 @@ class ModelledDaemons:
         for req_id, count in counts.items():
             row = self.rows[req_id]
             first, end = row.num_computed, row.num_computed + count
-            assert 1 <= count <= len(row.tokens) - first
+            left = len(row.tokens) - first
+            assert count == left + len(row.drafts) if row.drafts else 1 <= count <= left
             fails = not {POISON, NO_TOKEN}.isdisjoint(row.tokens[first:end])
             for number, group in enumerate(self.groups):
                 seen = 0 if group.window is None else max(0, first - group.window + 1)
@@ -460,7 +497,8 @@ class ModelledGroup:
             seq=sent.future.seq,
             rank=self._output_rank,
             slots=bitmap_of(np.array(list(slots.values()), "<u2").tobytes()),
-            sampled_token_ids=np.array([sampled[r] for r in slots], "<i4").tobytes(),
+            sampled_token_ids=np.array([t for r in slots for t in sampled[r]], "<i4").tobytes(),
+            num_sampled=bytes(len(sampled[r]) for r in slots) if step.num_drafts else b"",
         )
         self._replies.append((sent.future, reply))
 

@@ -92,7 +92,9 @@ def drawn(source: random.Random, poisoned: float = 0.0, patterned: float = 0.0) 
 class Server:
     """An engine core on modelled daemons."""
 
-    def __init__(self, daemons: ModelledDaemons, path, pp: int = 1, **options) -> None:
+    def __init__(
+        self, daemons: ModelledDaemons, path, pp: int = 1, drafts: int = 0, **options
+    ) -> None:
         from vllm import EngineArgs
         from vllm.v1.engine.core import EngineCore
 
@@ -112,6 +114,8 @@ class Server:
             "skip_tokenizer_init": True,
             **options,
         }
+        if drafts:
+            chosen["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts}
         config = EngineArgs(str(path), **chosen).create_engine_config()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(executor, "WorkerGroup", group)
@@ -255,6 +259,22 @@ CASES = {
         "num_blocks": 40,
         "faults": Faults(fails=0.02, dies=0.01, expires=0.01),
     },
+    "drafts": {"drafts": 3, "num_blocks": 60},
+    "drafts, few blocks": {"drafts": 5, "num_blocks": 30, "faults": Faults(fails=0.02)},
+    "drafts, pipeline": {
+        "drafts": 2,
+        "pp": 2,
+        "poisoned": 0.1,
+        "num_blocks": 60,
+        "faults": Faults(fails=0.02, dies=0.01, expires=0.01),
+    },
+    "drafts, windows": {
+        "drafts": 3,
+        "groups": [BlockGroup(8), BlockGroup(4, 12), BlockGroup(4, 12)],
+        "num_blocks": 110,
+        "faults": Faults(fails=0.02),
+    },
+    "drafts, grammars": {"drafts": 3, "patterned": 0.4, "pp": 2, "faults": Faults(fails=0.02)},
     "large steps": {"max_num_batched_tokens": 512, "max_num_seqs": 16, "num_blocks": 400},
 }
 
@@ -313,6 +333,7 @@ def test_each_read_finds_its_own_tokens(model, texts, name):
         server.check_nothing_is_left(asked)
         server.close()
         losses, shared = losses + daemons.losses, shared + daemons.num_shared
+        assert (daemons.num_accepted > 0) == (daemons.num_refused > 0) == ("drafts" in CASES[name])
     assert losses > 0 or "faults" not in CASES[name]
     assert (shared > 0) == CASES[name].get("enable_prefix_caching", True)
 

@@ -332,12 +332,15 @@ def check_loaded(vllm_config: Any, metadata: GetModelMetadataReply) -> None:
     _check_states(model.pooler_config.seq_pooling_type, support)
 
 
-def check_shares_prefixes(vllm_config: Any, *, keeps_state: bool) -> None:
-    """Check that vLLM shares no prefixes of a model whose layers keep a state per request. Raises
-    ClientConfigError as check_loaded does."""
-    if keeps_state and vllm_config.cache_config.enable_prefix_caching:
+def check_keeps_state(vllm_config: Any) -> None:
+    """Check what vLLM may not do with a model whose layers keep a state per request: share
+    prefixes, or refuse drafts. Raises ClientConfigError as check_loaded does."""
+    if vllm_config.cache_config.enable_prefix_caching:
         fix = "use --no-enable-prefix-caching: layers of the model keep a state per request"
         _refuse("enable_prefix_caching", True, fix)
+    if vllm_config.speculative_config is not None:
+        fix = "leave it out: layers of the model keep a state per request"
+        _refuse("speculative_config", vllm_config.speculative_config, fix)
 
 
 def _check_states(theirs: str, support: PoolingSupport) -> None:

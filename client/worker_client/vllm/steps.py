@@ -292,10 +292,10 @@ class StepWriter:
 def _without_drafts_of(
     deferred: Iterable[str], output: Any
 ) -> tuple[Mapping[str, int], dict[str, int]]:
-    """Return a step's tokens of each request by vLLM's ids, and the drafts among them by the wire's.
-    Drafts are left out for deferred requests, whose masks do not know them, and for new ones: the
-    devices have none yet. vLLM takes them as refused. Its counts of such a request are then higher
-    than the workers' until it has the result; the difference of its two counts is the same."""
+    """Return a step's tokens of each request, by vLLM's ids, and how many of them are drafts, by the
+    wire's. Deferred requests lose their drafts, which their masks do not know, and so do new ones,
+    for which the devices have none. vLLM takes these as refused; until then, its counts of the
+    request are higher than the workers', all by the same number."""
     counts, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
     if not drafts:
         return counts, {}

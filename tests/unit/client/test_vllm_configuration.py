@@ -12,6 +12,7 @@ from rpc_schema.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     WorkerConfig,
 )
 from rpc_schema.pooling import PooledTask, PoolingSupport
@@ -20,8 +21,9 @@ from worker_client.errors import ClientConfigError
 from worker_client.group.loading import check_config as check_ours
 from worker_client.vllm.configuration import (
     check_config,
+    check_drafts,
+    check_keeps_state,
     check_loaded,
-    check_shares_prefixes,
     fits_max_model_len,
     worker_config,
 )
@@ -455,11 +457,70 @@ def test_models_that_do_something_else_are_refused(config, model, field):
     assert caught.value.field == field
 
 
-def test_vllm_shares_no_prefixes_of_models_that_keep_states():
+def test_models_that_keep_states_share_no_prefixes_and_have_no_drafts():
     sharing = vllm_config(cache_config__enable_prefix_caching=True)
-    check_shares_prefixes(sharing, keeps_state=False)
     alone = vllm_config(cache_config__enable_prefix_caching=False)
-    check_shares_prefixes(alone, keeps_state=True)
-    with pytest.raises(ClientConfigError, match="--no-enable-prefix-caching") as caught:
-        check_shares_prefixes(sharing, keeps_state=True)
-    assert caught.value.field == "enable_prefix_caching"
+    check_keeps_state(alone)
+    with pytest.raises(ClientConfigError, match="--no-enable-prefix-caching"):
+        check_keeps_state(sharing)
+    alone.speculative_config = drafts()
+    with pytest.raises(ClientConfigError, match="leave it out") as caught:
+        check_keeps_state(alone)
+    assert caught.value.field == "speculative_config"
+
+
+def drafts(**changes):
+    """Return vLLM's speculative_config."""
+    fields = {
+        "method": "ngram",
+        "num_speculative_tokens": 5,
+        "prompt_lookup_max": 7,
+        "prompt_lookup_min": 3,
+    }
+    return section_of(fields, changes)
+
+
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu"])
+@pytest.mark.parametrize("suffix_lookup", [False, True])
+def test_drafts_are_looked_up_on_the_daemons(method, suffix_lookup):
+    theirs = vllm_config(speculative_config=drafts(method=method))
+    settings = Settings(suffix_lookup=suffix_lookup)
+    check_drafts(theirs, settings)
+    ours = worker_config(theirs, settings, "/m")
+    check_ours(ours)
+    assert ours.speculative == SpeculativeConfig(
+        method="suffix" if suffix_lookup else "ngram",
+        num_speculative_tokens=5,
+        prompt_lookup_max=7,
+        prompt_lookup_min=3,
+    )
+    assert worker_config(vllm_config(), Settings(), "/m").speculative == SpeculativeConfig()
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "field", "fix"),
+    [
+        (vllm_config(speculative_config=drafts(method="eagle3")), {}, "method", "ngram"),
+        (vllm_config(speculative_config=drafts(method="mtp")), {}, "method", "ngram"),
+        (vllm_config(speculative_config=drafts(method="suffix")), {}, "method", "suffix_lookup"),
+        (
+            vllm_config(speculative_config=drafts(num_speculative_tokens=32)),
+            {},
+            "num_speculative_tokens",
+            "at most 31",
+        ),
+        (
+            vllm_config(speculative_config=drafts(prompt_lookup_max=33)),
+            {},
+            "prompt_lookup_max",
+            "at most 32",
+        ),
+        (pooling_config(speculative_config=drafts()), {}, "speculative_config", "leave it out"),
+        (vllm_config(), {"suffix_lookup": True}, "suffix_lookup", "speculative-config"),
+    ],
+)
+def test_drafts_that_are_not_served_are_refused_by_name(config, settings, field, fix):
+    with pytest.raises(ClientConfigError, match="do not serve") as caught:
+        check_drafts(config, Settings(**settings))
+    assert caught.value.field.split(".")[-1] == field
+    assert fix in caught.value.fix

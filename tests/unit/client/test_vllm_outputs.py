@@ -8,7 +8,7 @@ from rpc_schema.sampling import GivenLogprobs, PromptLogprobs, TokenLogprobs
 from rpc_schema.step import NO_TOKEN
 from tests.support import vllm_shapes as vllm
 from worker_client.parts.interface import ModelBounds
-from worker_client.scheduler_output import Logprobs, PromptChunk, StepResult
+from worker_client.scheduler_output import Logprobs, PromptChunk, SampledToken, StepResult
 from worker_client.vllm.batches import MAX_KEPT, RequestBatch, RequestBatches
 from worker_client.vllm.outputs import OutputReader, ResultColumns
 from worker_client.vllm.requests import Requests, wire_id
@@ -101,6 +101,40 @@ def test_batches_of_micro_batches_are_kept():
 def test_token_zero_is_a_token(reader, know):
     know("a")
     assert read(reader, ["a"], StepResult(["a"], [0])).sampled == [[0]]
+
+
+def test_accepted_drafts_are_tokens_of_their_requests(reader, know):
+    know("a", "b", LONG)
+    gained = StepResult([wire_id(LONG), wire_id(LONG), "a", "a", "a"], [4, 5, 1, 2, 3])
+    columns = read(reader, ["a", "b", LONG], gained)
+    assert (columns.sampled, columns.failed) == ([[1, 2, 3], [], [4, 5]], ())
+    fails = StepResult(["a", "a", "b"], [1, NO_TOKEN, 7])
+    columns = read(reader, ["a", "b"], fails)
+    assert (columns.sampled, columns.failed) == ([[], [7]], ("a",))
+
+
+def test_each_accepted_draft_has_a_row_of_logprobs(reader, know):
+    know("a", "b", "c", "d", logprobs=1)
+    know("named", logprob_token_ids=[8])
+    last, named = entry(3, 9, rank=2), entry(6)
+    reports = {
+        TokenLogprobs: {"a": last, "c": entry(4, 5), "d": entry(0), "named": named},
+        GivenLogprobs: {"named": np.array([-8], np.float32)},
+    }
+    gained = {
+        "a": [SampledToken(2, {TokenLogprobs: entry(2, 7)}), SampledToken(3, {TokenLogprobs: last})]
+    }
+    result = StepResult(
+        ["a", "a", "c", "d", "named"], [2, 3, 4, NO_TOKEN, 6], reports, gained=gained
+    )
+    columns = read(reader, ["d", "named", "a", "b", "c"], result)
+    assert columns.sampled == [[], [6], [2, 3], [], [4]]
+    assert columns.first_rows == [0, 0, 1, 3, 3, 4]
+    rows = columns.logprobs
+    assert rows is not None
+    assert rows.token_ids.tolist() == [[6, 8], [2, 7], [3, 9], [4, 5]]
+    assert rows.logprobs.tolist() == [[-6, -8], [-2, -7], [-3, -9], [-4, -5]]
+    assert rows.ranks.tolist() == [1, 1, 2, 1]
 
 
 def test_request_without_a_token_fails_alone(reader, know):

@@ -28,13 +28,18 @@ class Bench:
         self.pools = pooling is not None
         self.requests = Requests(ModelBounds(1000, pooling=pooling), lambda adapter: None)
         limits = GroupLimits(
-            num_blocks=num_blocks, block_size=4, groups=groups, vocab_size=1000, pooling=pooling
+            num_blocks=num_blocks,
+            block_size=4,
+            groups=groups,
+            vocab_size=1000,
+            pooling=pooling,
+            num_speculative_tokens=3,
         )
         self.table = SlotTable(capacity, limits)
         sizes = [group.block_size for group in groups]
         self.adapters = []
         self.writer = StepWriter(
-            self.requests, self.adapter_of, lambda req_id: req_id in self.table, sizes
+            self.requests, self.adapter_of, lambda req_id: req_id in self.table, sizes, 6
         )
         self._seq = 0
 
@@ -367,6 +372,55 @@ def test_steps_that_no_row_can_read_too_early_stay_whole(bench, computed, hit, c
         num_scheduled_tokens={"a": 1, "b": count},
     )
     assert step.total_num_scheduled_tokens == 1 + count
+
+
+def test_drafts_are_counted_and_stay_on_the_devices(bench):
+    bench.accept("a", LONG, "c")
+    bench.begin("a", LONG, "c", num_tokens=3)
+    (step,) = bench.write(
+        cached=running(("a", 3, None), (LONG, 3, ([9],)), ("c", 3, None)),
+        num_scheduled_tokens={"a": 1, LONG: 4, "c": 1},
+        scheduled_spec_decode_tokens={LONG: [-1, -1, -1]},
+    )
+    assert sorted(step.decode_req_ids) == ["a", "c"]
+    assert dict(step.num_scheduled_tokens) == {wire_id(LONG): 4}
+    assert dict(step.num_drafts) == {wire_id(LONG): 3}
+    assert dict(step.draft_token_ids) == {}
+
+
+def test_requests_whose_drafts_nobody_has_get_none(bench):
+    """New ones, and those whose grammar would have to know them."""
+    bench.accept("a", "c")
+    bench.accept("b", structured_outputs=object())
+    bench.begin("a", "b", num_tokens=3)
+    (step,) = bench.write(
+        [NEW("c", range(5), ([30, 7],), num_computed_tokens=4)],
+        running(("a", 3, ([8],)), ("b", 3, ([9],))),
+        num_scheduled_tokens={"a": 3, "b": 4, "c": 4},
+        scheduled_spec_decode_tokens={"a": [-1] * 2, "b": [-1] * 3, "c": [-1] * 3},
+        has_structured_output_requests=True,
+    )
+    assert dict(step.num_drafts) == {"a": 2}
+    assert dict(step.num_scheduled_tokens) == {"a": 3, "c": 1}
+    assert (step.decode_req_ids, list(step.deferred_req_ids)) == (("b",), ["b"])
+
+
+def test_reader_of_a_block_to_which_refused_drafts_have_led_back(bench):
+    """Drafts got blocks beyond the one that the request still fills."""
+    bench.accept("a", "b")
+    bench.begin("a", num_tokens=6)
+    (_,) = bench.write(
+        cached=running(("a", 6, ([3],))),
+        num_scheduled_tokens={"a": 4},
+        scheduled_spec_decode_tokens={"a": [-1] * 3},
+    )
+    first, second = bench.write(
+        [NEW("b", range(9), ([1, 2, 9],), num_computed_tokens=8)],
+        running(("a", 7, None)),
+        num_scheduled_tokens={"a": 1, "b": 1},
+    )
+    assert first.decode_req_ids == ("a",)
+    assert dict(second.num_scheduled_tokens) == {"b": 1}
 
 
 def test_new_requests_that_fill_blocks_of_one_token_come_one_by_one():

@@ -29,8 +29,8 @@ from worker_client.errors import (
 from worker_client.group.loading import group_limits
 from worker_client.vllm.batches import RequestBatch
 from worker_client.vllm.configuration import (
+    check_keeps_state,
     check_loaded,
-    check_shares_prefixes,
     fits_max_model_len,
     parallel_config,
     pools,
@@ -133,7 +133,8 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         try:
             self._model = self._workers.open()
             check_loaded(config, self._model.metadata)
-            check_shares_prefixes(config, keeps_state=self._model.keeps_state)
+            if self._model.keeps_state:
+                check_keeps_state(config)
         except BaseException:
             group.close()
             raise
