@@ -1,14 +1,23 @@
 """Drafts behind vLLM's scheduler: the tokens are those of a run without them, and vLLM counts what
 was accepted."""
 
+import concurrent.futures
+import json
+import re
+import shutil
+import time
 from dataclasses import replace
 
 import pytest
 
 from tests.support.checkpoints import prompts
+from tests.support.command_line import short_directory
 from tests.support.serving import generate, greedy_request
 from tests.support.structured import EOS_TOKEN_ID, VOCAB_SIZE
-from tests.vllm.test_parity import cases, check_logprobs, run_vllm, tokens_of
+from tests.support.supervised import Supervised
+from tests.vllm.models import write_tokenizer
+from tests.vllm.serving import DAEMON_PYTHON, serving
+from tests.vllm.test_parity import as_vllm, cases, check_logprobs, run_vllm, tokens_of
 
 SPECULATION = {
     "method": "ngram",
@@ -46,11 +55,18 @@ def requests_of_all_kinds():
     return [*repeating(), *(r for r in cases() if r.id.rpartition(" ")[0] not in REFUSED_BY_VLLM)]
 
 
-def accepted(llm):
-    """Return how many drafts vLLM has counted, and how many of them as accepted."""
-    values = {each.name: each.value for each in llm.get_metrics() if hasattr(each, "value")}
-    names = ("num_draft_tokens", "num_accepted_tokens")
-    return tuple(values[f"vllm:spec_decode_{name}"] for name in names)
+def speculating(**options):
+    """Return options of an engine with drafts."""
+    return {"speculative_config": {**SPECULATION}, "disable_log_stats": False, **options}
+
+
+def counted(llm):
+    """Return vLLM's counters by their names."""
+    return {
+        each.name.removeprefix("vllm:"): each.value
+        for each in llm.get_metrics()
+        if hasattr(each, "value")
+    }
 
 
 @pytest.mark.parametrize(
@@ -61,13 +77,98 @@ def test_tokens_are_those_without_drafts(ours, engine, model, pp, tp, settings):
     requests = requests_of_all_kinds()
     with ours(model.path, pp, tp, **SIZES) as served:
         expected = generate(*served, requests)
-    options = {"speculative_config": {**SPECULATION}, "disable_log_stats": False}
-    with engine(model.path, pp, tp, settings=settings, **options) as llm:
+    with engine(model.path, pp, tp, settings=settings, **speculating()) as llm:
         outputs = run_vllm(llm, requests)
         assert tokens_of(outputs) == expected.tokens
         check_logprobs(requests, outputs, expected.outputs)
         again = run_vllm(llm, [replace(each, id=f"again {each.id}") for each in requests])
         cached = {name.removeprefix("again "): own for name, own in tokens_of(again).items()}
         assert cached == expected.tokens
-        drafted, taken = accepted(llm)
-        assert drafted > taken > 100
+        counts = counted(llm)
+    drafted, taken = (counts[f"spec_decode_num_{n}_tokens"] for n in ("draft", "accepted"))
+    assert drafted > taken > 100
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_preempted_requests_have_the_same_tokens(ours, engine, model, pp):
+    requests = [replace(each, max_tokens=60) for each in requests_of_all_kinds()]
+    with ours(model.path, pp, **SIZES) as served:
+        expected = generate(*served, requests)
+    with engine(model.path, pp, **speculating(num_gpu_blocks_override=16)) as llm:
+        before = counted(llm)
+        outputs = run_vllm(llm, requests)
+        after = counted(llm)
+    assert tokens_of(outputs) == expected.tokens
+    check_logprobs(requests, outputs, expected.outputs)
+    for name in ("num_preemptions", "spec_decode_num_accepted_tokens"):
+        assert after[name] > before[name]
+
+
+def test_grammars_go_without_drafts_beside_others(ours, engine, model):
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    write_tokenizer(model.path)
+    plain = repeating()
+    with ours(model.path, **SIZES) as served:
+        expected = generate(*served, plain).tokens
+    regex = "[ab]{3}-[0-9]{12}"
+    masked = SamplingParams(
+        max_tokens=60,
+        temperature=1.0,
+        seed=3,
+        structured_outputs=StructuredOutputsParams(regex=regex),
+    )
+    with engine(model.path, **speculating(skip_tokenizer_init=False)) as llm:
+        given = [as_vllm(each) for each in plain] + [({"prompt_token_ids": [5, 6]}, masked)] * 3
+        outputs = llm.generate([g[0] for g in given], [g[1] for g in given], use_tqdm=False)
+        taken = counted(llm)["spec_decode_num_accepted_tokens"]
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    assert tokens[: len(plain)] == [expected[each.id] for each in plain]
+    texts = [output.outputs[0].text for output in outputs[len(plain) :]]
+    assert all(re.fullmatch(regex, text) for text in texts), texts
+    assert taken > 0
+
+
+@pytest.fixture
+def daemons(root):
+    """Two daemons that are started again."""
+    directory = short_directory()
+    daemons = Supervised(2, root, directory, python=DAEMON_PYTHON)
+    yield daemons
+    daemons.close()
+    shutil.rmtree(directory)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.slow
+def test_killed_daemon_is_replaced_and_no_request_notices(daemons, root):
+    """The rows and the drafts of the pipeline's last stage are lost."""
+    words = ("--pipeline-parallel-size", "2", "--speculative-config", json.dumps(SPECULATION))
+    settings = {"reload": True, "replace_within_s": 90.0}
+    fields = {"max_tokens": 60, "ignore_eos": True, "return_token_ids": True}
+    few = {"allowed_token_ids": [4, 8, 15, 16]}
+    asked = [
+        {**fields, **(few if at % 2 else {}), "temperature": 0.9 * (at % 3 == 0), "seed": at}
+        for at in range(24)
+    ]
+
+    def complete(own):
+        return server.complete(f"The driver {own['seed']}", **own)["choices"][0]["token_ids"]
+
+    with (
+        serving(daemons.endpoints, root / "demo", root, *words, settings=settings) as server,
+        concurrent.futures.ThreadPoolExecutor(len(asked)) as pool,
+    ):
+        expected = list(pool.map(complete, asked))
+        assert server.post("/reset_prefix_cache").json() == {"success": True}
+        again = [pool.submit(complete, own) for own in asked]
+        time.sleep(0.5)
+        assert not all(each.done() for each in again)
+        daemons.kill(1)
+        daemons.restart_later(1)
+        assert [each.result() for each in again] == expected
+        metrics = server.client.get("/metrics").text
+        assert "replaced ranks" in server.log()
+    found = re.search(r"^vllm:spec_decode_num_accepted_tokens_total\S* (\S+)$", metrics, re.M)
+    assert float(found[1]) > 0

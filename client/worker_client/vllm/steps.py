@@ -273,9 +273,9 @@ class StepWriter:
         for req_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             name = wire_id(req_id)
             count = step.num_scheduled_tokens.get(name, 1)
-            for size, own in zip(self._block_sizes, self._last_blocks.get(name, ()), strict=False):
+            for size, last in zip(self._block_sizes, self._last_blocks.get(name, ()), strict=False):
                 if num_computed % size + count >= size:
-                    yield from own.find(num_computed // size)
+                    yield from last.find(num_computed // size)
 
     def _note_last_blocks(self, new: Iterable[NewRequest], step: SchedulerOutput) -> None:
         for each in new:
@@ -292,10 +292,10 @@ class StepWriter:
 def _without_drafts_of(
     deferred: Iterable[str], output: Any
 ) -> tuple[Mapping[str, int], dict[str, int]]:
-    """Return a step's tokens of each request, by vLLM's ids, and how many of them are drafts, by the
-    wire's. Deferred requests lose their drafts, which their masks do not know, and so do new ones,
-    for which the devices have none. vLLM takes these as refused; until then, its counts of the
-    request are higher than the workers', all by the same number."""
+    """Return the tokens of each request by vLLM's ids, and how many are drafts by the wire's.
+    Deferred requests lose their drafts, which their masks do not know, and so do new ones, for
+    which the devices have none. vLLM takes these as refused; until then, its counts of the request
+    are higher than the workers', all by the same number."""
     counts, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
     if not drafts:
         return counts, {}
