@@ -232,6 +232,7 @@ SECTIONS: Final[Mapping[str, Section]] = MappingProxyType(
                 "target_model_config",
                 "target_parallel_config",
             ),
+            idle={"max_model_len": Idle("there is no draft model")},
         ),
         "structured_outputs_config": Section(
             own=(
