@@ -170,7 +170,7 @@ def check_drafts(vllm_config: Any, settings: Settings) -> None:
             _refuse("additional_config.worker_daemon.suffix_lookup", True, fix)
         return
     if theirs.method not in _NGRAM:
-        fix = "use ngram: daemons have no draft models"
+        fix = "use ngram: through vLLM, no model makes drafts"
         if theirs.method == "suffix":
             fix = "use ngram, and set suffix_lookup in additional_config.worker_daemon"
         _refuse("speculative_config.method", theirs.method, fix)
