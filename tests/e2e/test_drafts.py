@@ -11,6 +11,7 @@ from tests.support.exhaustive import exhaustively
 from tests.support.flat_requests import changed
 from tests.support.serving import assert_greedy, generate, greedy_request, scheduler_limits
 from worker_client.driver import Driver
+from worker_client.errors import WorkerDied
 from worker_client.requests import SamplingParams
 from worker_client.scheduler import Scheduler
 
@@ -61,6 +62,22 @@ def test_greedy_tokens_are_those_of_transformers(serve, reference, method, shape
         scarce = generate(group, loaded, requests, num_blocks=22, enable_prefix_caching=False)
         assert_greedy(scarce, reference, requests)
         assert sum(output.num_preemptions for output in scarce.outputs.values()) > 0
+
+
+def test_a_new_rank_drafts_what_its_peers_draft(serve, daemons, reference):
+    """Output that only the older one has kept must not count: both verify the same drafts."""
+    requests = repeating(reference, 4, 4)
+    with serve(reference.path, 1, 2, reload=True, speculative=SUFFIX) as (group, loaded):
+        assert_greedy(generate(group, loaded, requests), reference, requests)
+        daemons.kill(1)
+        with pytest.raises(WorkerDied):
+            while True:
+                group.look()
+        daemons.restart_dead()
+        group.replace(1)
+        run = generate(group, loaded, requests)
+        assert_greedy(run, reference, requests)
+    assert sum(output.num_accepted for output in run.outputs.values()) > 0
 
 
 SAMPLED = {

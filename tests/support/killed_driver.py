@@ -18,6 +18,7 @@ import msgspec
 
 from rpc_schema.config import WorkerConfig
 from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death, Executioner
+from tests.support.every_draft import every_draft
 from tests.support.forked_processes import ForkedPopen
 from tests.support.mock_schedulers import RandomScheduler
 from tests.support.waiting import PATIENCE_S
@@ -60,7 +61,7 @@ class Plan(msgspec.Struct, frozen=True):
 def make_scheduler(plan: Plan, loaded: LoadedGroup) -> "Scheduler | RandomScheduler":
     limits = scheduler_limits(loaded, plan.config)
     if plan.scheduler == "reference":
-        return Scheduler(limits)
+        return every_draft(limits)
     return RandomScheduler(limits, seed=len(plan.lines))
 
 

@@ -35,6 +35,7 @@ from rpc_schema.config import (
     WorkerConfig,
 )
 from tests.support.checkpoints import Checkpoint
+from tests.support.every_draft import every_draft
 from tests.support.flat_requests import flat_request
 from tests.support.forked_daemons import ForkedDaemons
 from tests.support.installed_processors import install_processors
@@ -46,7 +47,6 @@ from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import (
     RequestOutput,
-    Scheduler,
     SchedulerInterface,
     SchedulerLimits,
 )
@@ -310,7 +310,7 @@ def generate(
     scheduler_limits(group, loaded, **limits)."""
     counting = CountingGroup(group)
     if scheduler is None:
-        scheduler = Scheduler(scheduler_limits(group, loaded, **limits))
+        scheduler = every_draft(scheduler_limits(group, loaded, **limits))
     driver = Driver(counting, scheduler)
     for request in requests:
         driver.add_request(request)

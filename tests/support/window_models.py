@@ -12,6 +12,7 @@ import numpy as np
 from rpc_schema.config import WorkerConfig
 from rpc_schema.kv_cache import NULL_BLOCK, BlockGroup, request_blocks
 from tests.support.checkpoints import Checkpoint, decisive_prompts, make_checkpoint
+from tests.support.every_draft import every_draft
 from tests.support.serving import (
     SHARED_GPU,
     Served,
@@ -26,7 +27,6 @@ from tests.support.serving import (
 from worker_client.driver import Driver
 from worker_client.group.adoption import AdoptedRequest
 from worker_client.requests import GenerationRequest
-from worker_client.scheduler import Scheduler
 
 BLOCK_SIZE = 4
 WINDOW = 10
@@ -104,7 +104,7 @@ def check_few_blocks(endpoint: str, reference: Checkpoint, name: str, seed: int)
     assert len(groups) in NUM_GROUPS[name]
     longest, other = (request_blocks(n, groups, STEP_TOKENS) for n in (MAX_MODEL_LEN, 110))
     with connect([endpoint], config, num_gpu_blocks=2 + longest + other // 4) as (group, loaded):
-        scheduler = Scheduler(scheduler_limits(group, loaded))
+        scheduler = every_draft(scheduler_limits(group, loaded))
         run = generate(group, loaded, requests, scheduler)
         assert_greedy(run, reference, requests)
         num_preemptions = sum(output.num_preemptions for output in run.outputs.values())
@@ -122,7 +122,7 @@ def check_prefix_hits(served: Served, reference: Checkpoint, seed: int) -> None:
     first = make_requests(reference, seed, [53], prefix=shared)
     others = make_requests(reference, seed + 1, [55, 56, 62, 80], prefix=shared)
     group, loaded = served
-    scheduler = Scheduler(scheduler_limits(group, loaded))
+    scheduler = every_draft(scheduler_limits(group, loaded))
     assert_greedy(generate(group, loaded, first, scheduler), reference, first)
     run = generate(group, loaded, others, scheduler)
     assert_greedy(run, reference, others)
@@ -141,7 +141,7 @@ def check_adoption(served: Served, reference: Checkpoint, seed: int) -> None:
     assert config is not None, "a model is loaded"
     limits = scheduler_limits(group, loaded)
     tokens: dict[str, list[int]] = {}
-    driver, num_steps, num_warm = Driver(group, Scheduler(limits)), 0, 0
+    driver, num_steps, num_warm = Driver(group, every_draft(limits)), 0, 0
     for request in requests:
         driver.add_request(request)
     while driver.busy:
@@ -154,7 +154,7 @@ def check_adoption(served: Served, reference: Checkpoint, seed: int) -> None:
             for request in adopted:
                 num_warm += request.num_computed_tokens > 0
                 assert_null_where_windows_are(request, loaded.groups)
-            scheduler = Scheduler(limits)
+            scheduler = every_draft(limits)
             done = scheduler.adopt_requests(adopted)
             tokens |= {output.req_id: output.token_ids for output in done}
             driver = Driver(group, scheduler)

@@ -81,6 +81,10 @@ class Drafter(Protocol):
     def forget(self) -> None:
         """Drop all rows: before a new driver, or new weights."""
 
+    def restart(self) -> None:
+        """Drop everything, as if just made: after a failure, when ranks may have followed different
+        steps, and one of them may be new."""
+
 
 class StepFollower(Drafter, Protocol):
     """A drafter that is a model: it computes what the target has computed."""

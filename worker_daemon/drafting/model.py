@@ -61,6 +61,9 @@ class ModelDrafter:
     def forget(self) -> None:
         """See Drafter: nothing is kept but the KV cache."""
 
+    def restart(self) -> None:
+        """See Drafter, and `forget`."""
+
     @torch.inference_mode()
     def follow(self, step: ComputedStep) -> None:
         """See StepFollower."""

@@ -57,3 +57,7 @@ class NgramDrafter:
     def forget(self) -> None:
         """See Drafter."""
         self._texts.forget()
+
+    def restart(self) -> None:
+        """See Drafter."""
+        self._texts.forget()

@@ -80,6 +80,12 @@ class SuffixDrafter:
         self._texts.forget()
         self._kept.requests.zero_()
 
+    def restart(self) -> None:
+        """See Drafter. Pages from the clock's start on are empty, whatever they hold."""
+        self.forget()
+        self._kept.clock.zero_()
+        self._num_begun = 0
+
 
 def _num_pages(config: SpeculativeConfig) -> int:
     return config.max_kept_tokens // PAGE_TOKENS

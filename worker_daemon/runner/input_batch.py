@@ -221,6 +221,13 @@ class InputBuilder:
         if self.drafter is not None:
             self.drafter.forget()
 
+    def restart_drafts(self) -> None:
+        """Drop all drafts, and what the drafter knows. Ranks that verify the same drafts must do it
+        together."""
+        self.tables.drafts.zero_()
+        if self.drafter is not None:
+            self.drafter.restart()
+
     def padding(self, plan: StepPlan) -> StepInputs:
         """Return inputs that consist only of padding, for warm-up and capture."""
         packed = self._staging.open(plan.shape)

@@ -184,8 +184,10 @@ class ModelRunner:
             self._program = before
 
     def rebind_stage(self, stage: Stage) -> None:
-        """Use a new link's stage from now on."""
+        """Use a new link's stage from now on. Drafts begin anew: the ranks may have been at
+        different steps, and one of them may be new, but all must verify the same drafts."""
         self._stage = stage
+        self.inputs.restart_drafts()
 
     def settle(self) -> None:
         """Wait for transfers from and to the neighbors, before buffers are freed.

@@ -104,6 +104,21 @@ def test_prompts_are_not_kept_and_output_is_after_forget():
     assert propose(drafter, 2, (0, [6])) == [[7, 0]]
 
 
+def test_a_drafter_that_restarts_drafts_as_a_new_one():
+    """Another rank may be new."""
+    old, new = (drafter_of(suffix(2)) for _ in range(2))
+    begin(old, 0, 1, 2, 3, 4)
+    begin(old, 1, 8, 9)
+    propose(old, 2, (0, [5, 6, 7]), (1, [5, 6, 2]))
+    old.restart()
+    for drafter in (old, new):
+        begin(drafter, 2, 1)
+    gains = [(2, [5]), (2, [6, 2]), (2, [5, 6])]
+    found = [[propose(drafter, 2, gain) for gain in gains] for drafter in (old, new)]
+    assert found[0] == found[1] and found[0][1:] == [[[0, 0]], [[2, 5]]]
+    assert old._kept.clock == new._kept.clock
+
+
 def test_a_request_does_not_vote_for_itself_twice():
     drafter = drafter_of(suffix(1))
     begin(drafter, 0, 60)
