@@ -199,7 +199,10 @@ def check_distribution(sampling, device, settings, vary):
     kept = probs > 0
     expected = probs[kept] * num_draws
     chi_square = ((counts[kept] - expected) ** 2 / expected).sum().item()
-    degrees = int(kept.sum()) - 1
-    # The 99.9 % point of the chi-square distribution (Wilson and Hilferty's approximation).
-    limit = degrees * (1 - 2 / (9 * degrees) + 3.09 * (2 / (9 * degrees)) ** 0.5) ** 3
-    assert chi_square < limit
+    assert chi_square < chi_square_limit(int(kept.sum()) - 1)
+
+
+def chi_square_limit(degrees):
+    """Return the 99.9 % point of the chi-square distribution (Wilson and Hilferty's
+    approximation)."""
+    return degrees * (1 - 2 / (9 * degrees) + 3.09 * (2 / (9 * degrees)) ** 0.5) ** 3

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from rpc_schema import config, kv_cache, lifecycle, sampling, step
-from tests.support.fake_daemon import named_slots
+from tests.support.fake_daemon import bitmap, named_slots
 from worker_client.requests import SamplingParams
 
 GREEDY = SamplingParams()
@@ -182,7 +182,7 @@ class WorkerDriver:
         message = step.ExecuteModel(
             **self.ids(),
             total_num_scheduled_tokens=sum(scheduled.values()),
-            scheduled=bytes([sum(1 << slot for slot in scheduled)]),
+            scheduled=bitmap(scheduled),
             num_scheduled_tokens=int32s(v for s in sorted(scheduled) for v in (s, scheduled[s])),
             new_block_slots=uint16s(slot for slot, _ in shared + appended),
             new_block_ids=int32s(block_id for _, block_id in shared + appended),
@@ -199,7 +199,7 @@ class WorkerDriver:
                 for slot, tokens, params, *hit in new
             ),
             resync=rows,
-            deferred=bytes([sum(1 << slot for slot in later)]) if later else None,
+            deferred=bitmap(later) if later else None,
         )
         return message, [int32s(t for _, tokens, *_ in new for t in tokens)] if new else []
 
@@ -219,7 +219,7 @@ class WorkerDriver:
         named = [slot for slot, mask in masks.items() for _ in mask]
         own = sampling.GrammarMasks(slots=uint16s(named), indices=uint16s(range(len(named))))
         extensions = (own,) if masks else ()
-        named = None if slots is None else bytes([sum(1 << slot for slot in slots)])
+        named = None if slots is None else bitmap(slots)
         message = step.SampleTokens(
             **self.ids(), step_seq=step_seq, slots=named, extensions=extensions
         )
