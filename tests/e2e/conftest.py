@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import Checkpoint, make_checkpoint
-from tests.support.serving import DaemonPool, Serve
+from tests.support.exhaustive import exhaustively
+from tests.support.serving import LOOKUPS, NO_DRAFTS, DaemonPool, Serve
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +31,14 @@ def daemons(model_root):
 def serve(daemons):
     """serve(path, pp, tp, **config) -> context manager of (group, loaded)."""
     return Serve(daemons)
+
+
+@pytest.fixture(params=["undrafted", *map(exhaustively, LOOKUPS)])
+def each_drafter(serve, request):
+    """For pytest.mark.usefixtures: runs a test again with drafts, by each method."""
+    serve.speculative = LOOKUPS.get(request.param, NO_DRAFTS)
+    yield
+    serve.speculative = NO_DRAFTS
 
 
 @pytest.fixture(scope="session")

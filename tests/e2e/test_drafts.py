@@ -9,14 +9,19 @@ from rpc_schema.config import SpeculativeConfig
 from tests.support.checkpoints import decisive_prompts
 from tests.support.exhaustive import exhaustively
 from tests.support.flat_requests import changed
-from tests.support.serving import assert_greedy, generate, greedy_request, scheduler_limits
+from tests.support.serving import (
+    LOOKUPS,
+    assert_greedy,
+    generate,
+    greedy_request,
+    scheduler_limits,
+)
 from worker_client.driver import Driver
 from worker_client.errors import WorkerDied
 from worker_client.requests import SamplingParams
 from worker_client.scheduler import Scheduler
 
-NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
-SUFFIX = SpeculativeConfig(method="suffix", num_speculative_tokens=4, prompt_lookup_min=1)
+NGRAM, SUFFIX = LOOKUPS["ngram"], LOOKUPS["suffix"]
 METHODS = {"ngram": NGRAM, "suffix": SUFFIX, "draft_model": None}
 USUAL = [("ngram", (2, 1)), ("suffix", (2, 2)), ("draft_model", (2, 2))]
 OTHERS = [

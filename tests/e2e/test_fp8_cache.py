@@ -20,6 +20,7 @@ from tests.support.checkpoints import (
     prompts,
 )
 from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death
+from tests.support.every_draft import every_draft
 from tests.support.exhaustive import exhaustively
 from tests.support.forked_daemons import ForkedDaemons
 from tests.support.killed_driver import DriverNursery, Plan, begin
@@ -46,7 +47,6 @@ from tests.support.window_models import (
     check_prefix_hits,
 )
 from worker_client.errors import ConfigMismatchError
-from worker_client.scheduler import Scheduler
 from worker_client.wire.worker_client import TensorList
 from worker_client.worker_group import WorkerGroup
 
@@ -73,6 +73,7 @@ def requests_for(reference):
     return [greedy_request(f"r{index}", prompt, MAX_TOKENS) for index, prompt in enumerate(prompts)]
 
 
+@pytest.mark.usefixtures("each_drafter")
 @pytest.mark.parametrize(
     ("architecture", "form", "shape", "overrides"),
     [
@@ -92,7 +93,7 @@ def test_greedy_tokens_equal_those_over_rounded_keys_and_values(
     with serve(reference.path, *shape, kv_cache_dtype="fp8") as (group, loaded):
         groups = [group for plan in loaded.kv_cache for group in plan.groups]
         assert {group.dtype for group in groups} == {"float8_e4m3fn"}
-        scheduler = Scheduler(scheduler_limits(group, loaded))
+        scheduler = every_draft(scheduler_limits(group, loaded))
         whole = generate(group, loaded, requests, scheduler)
         hits = generate(group, loaded, requests, scheduler)
         chunked = generate(group, loaded, requests, max_num_batched_tokens=11)
@@ -102,6 +103,7 @@ def test_greedy_tokens_equal_those_over_rounded_keys_and_values(
     assert sum(cached) > 0
 
 
+@pytest.mark.usefixtures("each_drafter")
 @pytest.mark.parametrize("check", [exhaustively(check_prefix_hits), check_adoption])
 def test_groups_of_different_layers(serve, make_reference, check):
     """Layers with and without a window, two stages: blocks behind windows are reused, prefixes are
@@ -190,6 +192,7 @@ def test_a_driver_with_another_dtype_finds_no_loaded_configuration(serve, make_r
             group.prepare(other, num_gpu_blocks=256)
 
 
+@pytest.mark.usefixtures("each_drafter")
 @pytest.mark.parametrize("level", [exhaustively(1), 2])
 def test_a_group_sleeps(serve, make_reference, level):
     reference = make_reference("Qwen3ForCausalLM", "heads")
@@ -204,6 +207,7 @@ def test_a_group_sleeps(serve, make_reference, level):
         assert_greedy(generate(group, loaded, requests), reference, requests)
 
 
+@pytest.mark.usefixtures("each_drafter")
 @pytest.mark.parametrize("level", [exhaustively(0), 2])
 def test_weight_updates_keep_the_scales(serve, model_root, make_reference, level):
     """After a sleep of that level, if any. The update's checkpoint has no scales."""

@@ -154,6 +154,7 @@ def test_requests_go_on_after_failed_steps(serve, models, name, pp, partition, n
         assert scheduler.num_free_blocks == loaded.num_blocks - 1
 
 
+@pytest.mark.usefixtures("each_drafter")
 @pytest.mark.parametrize(("name", "pp", "partition", "num_groups"), PIPELINES[1:4])
 def test_prefix_hits(serve, models, name, pp, partition, num_groups):
     config = {"block_size": BLOCK_SIZE, "layer_partition": partition}
@@ -162,6 +163,7 @@ def test_prefix_hits(serve, models, name, pp, partition, num_groups):
         check_prefix_hits(served, models[name], seed=1)
 
 
+@pytest.mark.usefixtures("each_drafter")
 @pytest.mark.parametrize(("name", "pp", "partition", "num_groups"), PIPELINES[:4])
 def test_another_driver_goes_on(serve, models, name, pp, partition, num_groups):
     config = {

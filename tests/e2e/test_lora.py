@@ -15,6 +15,7 @@ from rpc_schema.errors import (
 )
 from rpc_schema.lora_request import LoraRequest
 from tests.support.command_line import run_client
+from tests.support.every_draft import every_draft
 from tests.support.exhaustive import exhaustively
 from tests.support.lora_adapters import adapted_requests, config_of, make_adapter, write_adapter
 from tests.support.serving import LONG_LEASE, connect, generate, scheduler_limits, worker_config
@@ -23,7 +24,6 @@ from worker_client.errors import (
     StepFailed,
 )
 from worker_client.replicas.group import DataParallelGroup
-from worker_client.scheduler import Scheduler
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 from worker_client.worker_group import WorkerGroup
 
@@ -60,6 +60,7 @@ def added(group, merged, *names):
     return [(merged[name], group.loras.add(name)) for name in names]
 
 
+@pytest.mark.usefixtures("each_drafter")
 @pytest.mark.parametrize("shape", [exhaustively((1, 1)), (2, 2)])
 def test_adapters_of_several_ranks_beside_base_rows(serve, base, merged, shape):
     with serve(base.path, *shape, lora=ROOM, max_num_batched_tokens=32) as (group, loaded):
@@ -119,10 +120,11 @@ def test_more_adapters_than_slots_wait_for_each_other(serve, base, merged):
     assert sum(output.num_preemptions for output in run.outputs.values()) > 0
 
 
+@pytest.mark.usefixtures("each_drafter")
 def test_prefixes_are_shared_within_an_adapter_alone(serve, base, merged):
     with serve(base.path, lora=ROOM, block_size=4) as (group, loaded):
         models = [(base, None), *added(group, merged, "every", "attention")]
-        scheduler = Scheduler(scheduler_limits(group, loaded))
+        scheduler = every_draft(scheduler_limits(group, loaded))
         requests, _ = adapted_requests(models[:1], 4, 1, lengths=[38])
         prompt = requests[0].prompt.tolist()
         cached = []
@@ -169,6 +171,7 @@ def test_one_adapter_is_refused_and_the_others_go_on(serve, base, merged):
         assert {name: run.tokens[name] for name in expected} == expected
 
 
+@pytest.mark.usefixtures("each_drafter")
 def test_a_version_stays_with_its_requests(serve, checkpoint):
     """Replaced or removed, an adapter serves the requests that began with it; the group's LRU order
     and pins decide which adapter is evicted."""
@@ -178,7 +181,7 @@ def test_a_version_stays_with_its_requests(serve, checkpoint):
     with serve(base.path, lora=room) as (group, loaded):
         before = group.loras.add("changing")
         assert group.loras.add("changing") == before
-        driver = Driver(group, Scheduler(scheduler_limits(group, loaded)))
+        driver = Driver(group, every_draft(scheduler_limits(group, loaded)))
         requests, expected = adapted_requests([(old, before)], 9, 2)
         outputs = []
         for request in requests:
@@ -223,6 +226,7 @@ def admission(req_id, lora_id):
     )
 
 
+@pytest.mark.usefixtures("each_drafter")
 @pytest.mark.parametrize("level", [exhaustively(1), 2])
 def test_adapters_outlive_sleep_and_new_weights(serve, base, merged, level):
     with serve(base.path, 2, lora=ROOM, enable_sleep_mode=True) as (group, loaded):
@@ -239,11 +243,12 @@ def test_adapters_outlive_sleep_and_new_weights(serve, base, merged, level):
         assert generate(group, loaded, requests).tokens == expected
 
 
+@pytest.mark.usefixtures("each_drafter")
 def test_the_next_driver_adopts_requests_with_their_adapters(serve, base, merged):
     with serve(base.path, 2, lora=ROOM) as (group, loaded):
         models = [(base, None), *added(group, merged, "every", "attention")]
         requests, expected = adapted_requests(models, 14, 6, max_tokens=12)
-        driver, outputs = Driver(group, Scheduler(scheduler_limits(group, loaded))), []
+        driver, outputs = Driver(group, every_draft(scheduler_limits(group, loaded))), []
         for request in requests:
             driver.add_request(request)
         for _ in range(5):
@@ -255,7 +260,7 @@ def test_the_next_driver_adopts_requests_with_their_adapters(serve, base, merged
         assert group.loras.known == known
         adopted = group.adopt_requests()
         assert any(request.num_computed_tokens for request in adopted)
-        scheduler = Scheduler(scheduler_limits(group, loaded))
+        scheduler = every_draft(scheduler_limits(group, loaded))
         outputs += scheduler.adopt_requests(adopted)
         outputs += Driver(group, scheduler).run()
     tokens = {output.req_id: output.token_ids for output in outputs}
@@ -273,7 +278,7 @@ def test_a_new_rank_gets_the_adapters_of_the_group(daemons, base, merged):
             daemons.restart_dead()
             group.replace(died.rank)
 
-        scheduler = Scheduler(scheduler_limits(group, loaded))
+        scheduler = every_draft(scheduler_limits(group, loaded))
         driver = Driver(group, scheduler, recover=recover)
         outputs = []
         for request in requests:

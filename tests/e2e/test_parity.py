@@ -39,6 +39,7 @@ def latin_square():
         yield pytest.param(architecture, rope, form, shape, id=name)
 
 
+@pytest.mark.usefixtures("each_drafter")
 @pytest.mark.each_value
 @pytest.mark.parametrize(("architecture", "rope", "form", "shape"), [*latin_square()])
 def test_greedy_tokens_equal_transformers(serve, checkpoint, architecture, rope, form, shape):
@@ -59,6 +60,7 @@ def test_greedy_tokens_equal_transformers(serve, checkpoint, architecture, rope,
     assert max(record.num_tokens for record in chunked.driver.records) <= 11
 
 
+@pytest.mark.usefixtures("each_drafter")
 @pytest.mark.parametrize(
     ("architecture", "shape", "fields"),
     [
@@ -88,6 +90,7 @@ def test_other_families(serve, checkpoint, architecture, shape, fields):
     assert_greedy(chunked, reference, requests)
 
 
+@pytest.mark.usefixtures("each_drafter")
 @pytest.mark.parametrize(
     ("shape", "layers", "partition"),
     [
@@ -107,6 +110,7 @@ def test_stages_of_different_sizes(serve, checkpoint, shape, layers, partition):
         assert_greedy(generate(group, loaded, requests), reference, requests)
 
 
+@pytest.mark.usefixtures("each_drafter")
 @pytest.mark.parametrize(
     ("architecture", "shape"),
     [

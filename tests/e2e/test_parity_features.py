@@ -79,6 +79,7 @@ def test_preemption_in_the_middle(serve, reference, shape):
         assert sum(output.num_preemptions for output in run.outputs.values()) >= 3
 
 
+@pytest.mark.usefixtures("each_drafter")
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", [(3, 1), (2, 2)])
 def test_many_requests_of_different_lengths(serve, reference, shape):

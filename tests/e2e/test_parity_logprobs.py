@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from tests.support.checkpoints import VOCAB_SIZE, prompts
+from tests.support.every_draft import every_draft
 from tests.support.exhaustive import exhaustively
 from tests.support.serving import LONG_LEASE, generate, greedy_request, scheduler_limits
 from worker_client.driver import Driver
-from worker_client.scheduler import Scheduler
 from worker_client.worker_group import WorkerGroup
 
 ATOL = 1e-4
@@ -37,6 +37,7 @@ def make_requests():
     ]
 
 
+@pytest.mark.usefixtures("each_drafter")
 @pytest.mark.parametrize("shape", [*map(exhaustively, [(1, 1), (2, 1)]), (1, 2)])
 def test_logprobs_equal_transformers(serve, reference, shape):
     requests = make_requests()
@@ -58,6 +59,7 @@ def test_logprobs_equal_transformers(serve, reference, shape):
     assert min(ranks) == 1
 
 
+@pytest.mark.usefixtures("each_drafter")
 @pytest.mark.parametrize("shape", [exhaustively((1, 1)), (2, 1), exhaustively((1, 2))])
 def test_logprobs_of_prompts_and_of_named_tokens(serve, reference, shape):
     """In chunks, with prefixes cached by other requests, and with preemption."""
@@ -92,6 +94,7 @@ def test_logprobs_of_prompts_and_of_named_tokens(serve, reference, shape):
     assert sum(output.num_preemptions for output in outputs.values()) > 0
 
 
+@pytest.mark.usefixtures("each_drafter")
 def test_prompt_logprobs_are_reported_again_to_an_adopting_driver(serve, reference):
     """In the middle of the prompt, and after it."""
     prompt = prompts(21, [60])[0]
@@ -100,14 +103,14 @@ def test_prompt_logprobs_are_reported_again_to_an_adopting_driver(serve, referen
     exact = reference.logprobs(prompt)
     with serve(reference.path, 2, **sizes) as (group, loaded):
         limits, config = scheduler_limits(group, loaded), group.get_status()[0].config
-        driver = Driver(group, Scheduler(limits))
+        driver = Driver(group, every_draft(limits))
         driver.add_request(request)
         driver.step()
     for num_steps in (6, 0):
         with WorkerGroup(serve.pool.endpoints(2), config.parallel, lease=LONG_LEASE) as group:
             group.attach(keep_requests=True)
             group.prepare(config)
-            scheduler = Scheduler(limits)
+            scheduler = every_draft(limits)
             assert not scheduler.adopt_requests(group.adopt_requests())
             driver = Driver(group, scheduler)
             outputs = [output for _ in range(num_steps) for output in driver.step()]

@@ -66,6 +66,7 @@ def params_of(request):
     return SamplingParams(**{name: getattr(request.sampling, name) for name in RULES})
 
 
+@pytest.mark.usefixtures("each_drafter")
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2)])
 def test_tokens_are_those_of_transformers(serve, reference, greedy, shape):
     requests, expected = zip(*greedy, strict=True)

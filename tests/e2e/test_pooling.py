@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.checkpoints import edit_config, prompts
 from tests.support.command_line import run_client, short_directory
 from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death
+from tests.support.every_draft import every_draft
 from tests.support.exhaustive import exhaustively
 from tests.support.killed_driver import DriverNursery, Plan, begin
 from tests.support.pooling_reference import (
@@ -36,7 +37,6 @@ from tests.support.serving import (
 )
 from worker_client.driver import Driver
 from worker_client.errors import RequestError
-from worker_client.scheduler import Scheduler
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 from worker_client.steps.masks import StepMasks
 from worker_client.worker_group import WorkerGroup
@@ -52,6 +52,7 @@ def make_prompts(seed, lengths=LENGTHS):
     return [np.maximum(prompt, 5) for prompt in prompts(seed, lengths)]
 
 
+@pytest.mark.usefixtures("each_drafter")
 @pytest.mark.parametrize("shape", [exhaustively((1, 1)), (2, 1), (1, 2)])
 def test_embeddings_share_steps_with_generation(serve, checkpoint, shape):
     reference = checkpoint("Qwen3ForCausalLM", seed=3)
@@ -77,6 +78,7 @@ def test_embeddings_share_steps_with_generation(serve, checkpoint, shape):
     assert "mixed" in {record.kind for record in run.driver.records}
 
 
+@pytest.mark.usefixtures("each_drafter")
 def test_last_token_takes_prefix_hits_and_every_token_does_not(serve, checkpoint):
     reference = checkpoint("Qwen3ForCausalLM", seed=3)
     (shared, *tails) = make_prompts(2, [41, 5, 9, 1])
@@ -88,7 +90,7 @@ def test_last_token_takes_prefix_hits_and_every_token_does_not(serve, checkpoint
         for task in ("embed", "token_embed")
     ]
     with serve(reference.path, block_size=4) as (group, loaded):
-        scheduler = Scheduler(scheduler_limits(group, loaded))
+        scheduler = every_draft(scheduler_limits(group, loaded))
         generate(group, loaded, first, scheduler)
         run = generate(group, loaded, requests, scheduler)
     for index, prompt in enumerate(texts):
@@ -227,7 +229,7 @@ def test_pairs_of_texts_have_token_types(serve, checkpoint, shape):
     with serve(reference.path, *shape, max_num_batched_tokens=160) as (group, loaded):
         run = generate(group, loaded, requests)
         for wrong in (len(prompt) + 1, -1):
-            driver = Driver(group, Scheduler(scheduler_limits(group, loaded)))
+            driver = Driver(group, every_draft(scheduler_limits(group, loaded)))
             with pytest.raises(RequestError, match="second_start"):
                 driver.add_request(pooling_request("w", prompt, "classify", second_start=wrong))
     for index, scores_of_pair in enumerate(expected.scores):
@@ -361,7 +363,7 @@ def test_what_cannot_be_served_is_refused_by_name_and_alone(serve, checkpoint):
     encoder = checkpoint("BertForSequenceClassification", num_labels=4)
     (prompt,) = make_prompts(9, [20])
     with serve(decoder.path) as (group, loaded):
-        scheduler = Scheduler(scheduler_limits(group, loaded))
+        scheduler = every_draft(scheduler_limits(group, loaded))
         driver = Driver(group, scheduler)
         driver.add_request(pooling_request("good", prompt, "embed"))
         for bad, named in (
@@ -378,7 +380,7 @@ def test_what_cannot_be_served_is_refused_by_name_and_alone(serve, checkpoint):
             driver.add_request(both)
         assert [output.req_id for output in driver.run()] == ["good"]
     with serve(encoder.path, max_num_batched_tokens=64) as (group, loaded):
-        driver = Driver(group, Scheduler(scheduler_limits(group, loaded)))
+        driver = Driver(group, every_draft(scheduler_limits(group, loaded)))
         driver.add_request(pooling_request("good", prompt, "classify"))
         with pytest.raises(RequestError, match="no output layer"):
             driver.add_request(greedy_request("a", prompt, 4))

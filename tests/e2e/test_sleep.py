@@ -76,6 +76,7 @@ def admission(req_id):
     return SchedulerOutput(num_scheduled_tokens={req_id: 4}, scheduled_new_reqs=(request,))
 
 
+@pytest.mark.usefixtures("each_drafter")
 @pytest.mark.parametrize(("pp", "tp"), [(1, 2), exhaustively(2, 1)])
 def test_a_group_sleeps_and_generates_the_same_tokens(serve, model, requests, pp, tp):
     with serve(model.path, pp, tp, enable_sleep_mode=True) as (group, loaded):
@@ -108,6 +109,7 @@ def test_level_2_loses_the_weights_and_says_so(serve, model, requests):
         assert_greedy(generate(group, loaded, requests), model, requests)
 
 
+@pytest.mark.usefixtures("each_drafter")
 def test_discarded_kv_cache_comes_back_empty_and_serves(serve, model, requests):
     with serve(model.path, enable_sleep_mode=True) as (group, loaded):
         generate(group, loaded, requests)
@@ -164,6 +166,7 @@ def test_waking_without_memory_leaves_all_asleep(serve, model, requests, kept):
         assert_greedy(generate(group, loaded, requests), model, requests)
 
 
+@pytest.mark.usefixtures("each_drafter")
 def test_running_requests_are_lost_by_name(serve, model, requests):
     with serve(model.path, enable_sleep_mode=True) as (group, loaded):
         assert_greedy(generate(group, loaded, requests), model, requests)

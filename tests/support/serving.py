@@ -59,6 +59,12 @@ STEP_DEADLINE_MS = 20_000
 LOG_TAIL_CHARS = 1500
 SHARED_GPU = 0.1
 """The gpu_memory_utilization of tests whose daemons may share a GPU with those of other tests."""
+NO_DRAFTS = SpeculativeConfig()
+LOOKUPS = {
+    "ngram": SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1),
+    "suffix": SpeculativeConfig(method="suffix", num_speculative_tokens=4, prompt_lookup_min=1),
+}
+"""Configurations that draft something for most rows, by method."""
 LONG_LEASE = LeaseTerms(ttl_s=20.0)
 """A lease that survives a busy host."""
 
@@ -85,7 +91,7 @@ def worker_config(
     enable_expert_parallel: bool = False,
     lora: LoraConfig = LoraConfig(),  # noqa: B008  # a value
     logits_processors: tuple[str, ...] = (),
-    speculative: SpeculativeConfig = SpeculativeConfig(),  # noqa: B008  # a value
+    speculative: SpeculativeConfig = NO_DRAFTS,
 ) -> WorkerConfig:
     """Return the configuration of a small group."""
     return WorkerConfig(
@@ -219,6 +225,8 @@ class Serve:
     """The `serve` fixture: see this module's description."""
 
     pool: DaemonPool
+    speculative: SpeculativeConfig = NO_DRAFTS
+    """That of groups for which nothing else is said."""
 
     @contextlib.contextmanager
     def __call__(
@@ -232,7 +240,7 @@ class Serve:
         **config: object,
     ) -> Iterator[Served]:
         """config: fields of worker_config. A failure includes the ends of the daemons' logs."""
-        wanted = worker_config(model, pp, tp, **config)
+        wanted = worker_config(model, pp, tp, **{"speculative": self.speculative, **config})
         endpoints = self.pool.endpoints(pp * tp)
         try:
             with connect(endpoints, wanted, num_gpu_blocks=num_gpu_blocks, reload=reload) as served:

@@ -532,7 +532,7 @@ class StepChecker:
             known = known + drafts.counts
         samples, later, pooling = ends == known, None, None
         if counts.num_pooling:
-            samples, pooling = self._check_pooling(counts, slots, starts, ends)
+            samples, pooling = self._check_pooling(counts, slots, starts, ends, samples)
         num_samples = samples.astype(np.int32)
         if drafts is not None:
             self._drafts.check(drafts.counts, slots, samples, step)
@@ -613,11 +613,11 @@ class StepChecker:
             )
 
     def _check_pooling(
-        self, counts: RowCounts, slots: Int64s, starts: Int32s, ends: Int32s
+        self, counts: RowCounts, slots: Int64s, starts: Int32s, ends: Int32s, is_last: Bools
     ) -> tuple[Bools, Int64s | None]:
         """Check the outputs of a step's requests that pool. Return which of its rows sample, and
-        ScheduledStep.pooling. counts: before the step."""
-        is_last = ends == counts.num_tokens[slots]
+        ScheduledStep.pooling. counts: before the step; is_last [B]: True for rows of which the step
+        computes the last token."""
         pools = counts.output_bytes[slots] > 0
         if not pools.any():
             return is_last, None

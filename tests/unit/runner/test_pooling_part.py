@@ -73,7 +73,7 @@ class Steps:
         self.states = {}
         """By slot, all hidden states so far."""
 
-    def apply(self, counts, new=(), finished=()):
+    def apply(self, counts, new=(), finished=(), **fields):
         self.seq += 1
         slots = np.array(sorted(counts), np.int64)
         blocks = [(r.slot, -(-r.num_tokens // BLOCK)) for r in new]
@@ -91,6 +91,7 @@ class Steps:
             new_block_ids=(1 + np.arange(owners.size)).astype("<i4").tobytes(),
             finished=np.array(finished, "<u2").tobytes(),
             scheduled_new_reqs=tuple(new),
+            **fields,
         )
         tokens = [np.zeros(sum(r.num_tokens for r in new), "<i4").tobytes()] if new else []
         return self.state.apply(message, tokens)
@@ -194,6 +195,14 @@ def test_a_new_request_that_cannot_pool_is_refused_and_nothing_applied(request_,
         steps.apply({0: 1}, [request_])
     assert not steps.state.counts.live.any()
     assert not steps.state.counts.num_pooling
+
+
+def test_rows_with_drafts_sample_beside_rows_that_pool():
+    steps = Steps(make_rows(support(), max_drafts=2))
+    steps.run({0: 5}, [admission(0, 5)])
+    pools = admission(1, 5, PoolingParams(task="embed"))
+    step = steps.apply({0: 3, 1: 5}, [pools], num_drafts=np.array([0, 2], "<i4").tobytes())
+    assert step.num_samples.tolist() == [3, 0] and step.pooling.tolist() == [1]
 
 
 def test_whole_prompts_are_not_cut():
