@@ -64,6 +64,11 @@ class Switch:
         if self.inner is not None:
             self.inner.forget()
 
+    def restart(self) -> None:
+        """See Drafter."""
+        if self.inner is not None:
+            self.inner.restart()
+
 
 class Gain(NamedTuple):
     """A measurement."""

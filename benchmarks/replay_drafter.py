@@ -105,6 +105,10 @@ class ReplayDrafter:
         self._places.zero_()
         self._ends.zero_()
 
+    def restart(self) -> None:
+        """See Drafter."""
+        self.forget()
+
 
 def _key(tokens: Sequence[int] | Int32s) -> bytes:
     return np.asarray(tokens, np.int32).tobytes()
