@@ -298,6 +298,57 @@ def test_drafts_use_only_blocks_that_nobody_else_needs():
     assert drafts[0] == {"a": 1}
 
 
+def test_a_draft_model_has_blocks_for_the_drafts_that_it_makes():
+    """Behind those that a step verifies, within the limit, as far as there are free ones."""
+    for num_blocks, is_short in ((200, False), (18, True)):
+        limits = make_limits(num_lookahead_tokens=K, num_blocks=num_blocks, max_model_len=40)
+        group = DraftingGroup(random.Random(5), 0.7, limits)
+        requests = random_requests(random.Random(3), 8)
+        for request in requests:
+            group.scheduler.add_request(request)
+        num_without = 0
+        while group.scheduler.has_unfinished_requests() or group.in_flight:
+            group.send()
+            if not group.in_flight:
+                continue
+            drafted = group.in_flight[0][0].num_drafts
+            group.take()
+            for row in group.daemon.rows.values():
+                if row.req_id in drafted:
+                    needed = min(row.num_computed + K, limits.max_model_len)
+                    num_without += len(row.blocks) * limits.block_size < needed
+                assert len(row.blocks) * limits.block_size <= limits.max_model_len
+        assert (num_without > 0) == is_short
+        for request in requests:
+            assert group.outputs[request.id].token_ids == expected(request, 40)
+
+
+@pytest.mark.parametrize("slope", [0.02, 0.5])
+def test_drafts_that_are_all_refused_cost_three_percent_at_most(slope):
+    """Whatever a further token costs: they are soon left out."""
+
+    def seconds(num_speculative_tokens):
+        limits = make_limits(
+            max_model_len=700, num_blocks=1100, num_speculative_tokens=num_speculative_tokens
+        )
+        now_s = 0.0
+        group = DraftingGroup(random.Random(1), 0.0, limits, clock=lambda: now_s)
+        options = SamplingParams(ignore_eos=True)
+        for index in range(6):
+            request = GenerationRequest(f"r{index}", np.arange(4) + index, 600, options)
+            group.scheduler.add_request(request)
+        while group.scheduler.has_unfinished_requests() or group.in_flight:
+            group.send()
+            step = group.in_flight[0][0]
+            tokens = sum(step.num_scheduled_tokens.values()) + len(step.decode_req_ids)
+            now_s += 0.005 * (1 + slope * tokens)
+            group.take()
+        assert group.daemon.num_accepted == 0
+        return now_s
+
+    assert seconds(K) <= 1.03 * seconds(0)
+
+
 def test_a_request_that_ends_within_accepted_drafts_has_no_more_tokens():
     """Stop tokens, and the tokens of steps that were sent before."""
     rng = random.Random(8)
