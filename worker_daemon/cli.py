@@ -19,6 +19,7 @@ from rpc_schema.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     WorkerConfig,
 )
 from rpc_schema.errors import CapacityError, CheckpointError, ConfigError
@@ -265,6 +266,13 @@ def plan(
     gpu_memory_utilization: Annotated[float, typer.Option(help="share of the memory")] = 0.9,
     max_loras: Annotated[int, typer.Option(help="LoRA adapters in a step")] = 0,
     max_lora_rank: Annotated[int, typer.Option(help="largest rank of an adapter")] = 16,
+    speculative_method: Annotated[str, typer.Option(help="what drafts tokens")] = "none",
+    num_speculative_tokens: Annotated[
+        int, typer.Option(help="drafts of a request in a step at most")
+    ] = 0,
+    speculative_model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="draft_model: the draft model")
+    ] = None,
     device: Annotated[str, typer.Option(help="cuda:N, whose memory size to use")] = "cuda:0",
     memory_bytes: Annotated[
         int | None, typer.Option(help="memory of one device; default: that of --device")
@@ -294,6 +302,7 @@ def plan(
 
     with _exit_codes():
         directory = resolve_directory(model)
+        draft = None if speculative_model is None else resolve_directory(speculative_model)
         is_fitted = max_model_len == FIT_MAX_MODEL_LEN
         config = WorkerConfig(
             parallel=ParallelConfig(
@@ -321,10 +330,16 @@ def plan(
             ),
             graph=GraphConfig(),
             lora=LoraConfig(max_loras=max_loras, max_lora_rank=max_lora_rank),
+            speculative=SpeculativeConfig(
+                method=speculative_method,  # type: ignore[arg-type]  # as dtype above
+                num_speculative_tokens=num_speculative_tokens,
+                model=None if draft is None else str(draft),
+            ),
         )
         total = memory_bytes
         if total is None:
             total = total_memory_bytes(load_nvml(), CudaDevice(device, visible_devices))
         make_plan = plan_fitted_memory if is_fitted else plan_memory
-        made = make_plan(config, total, model_root or [directory.parent])
+        roots = [each.parent for each in (directory, draft) if each is not None]
+        made = make_plan(config, total, model_root or roots)
     sys.stdout.write(plan_json(made) + "\n" if as_json else plan_text(made))

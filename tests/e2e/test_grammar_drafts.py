@@ -1,5 +1,5 @@
-"""Drafts of requests with a grammar, on real daemons: forced tokens and guesses, right and wrong,
-change no token of what is sampled one by one. Forced ones save a step each."""
+"""Drafts of requests with a grammar, on real daemons: with forced tokens and guesses, right and
+wrong, requests have the same tokens as one by one. Forced ones save a step each."""
 
 import random
 from pathlib import Path

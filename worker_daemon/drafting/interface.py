@@ -82,7 +82,7 @@ class Drafter(Protocol):
         """Drop all rows: before a new driver, or new weights."""
 
     def restart(self) -> None:
-        """Drop everything, as if just made: after a failure, when ranks may have followed different
+        """Drop everything, as if just made: with a new link, when ranks may have followed different
         steps, and one of them may be new."""
 
 

@@ -246,6 +246,9 @@ def _check_drafts(config: KVCacheConfig, drafts: DraftLayers) -> None:
         problem = "the plan names other layers of a draft model than this rank has"
         raise config_error("kv_cache_config.draft_layers", config.draft_layers, problem, f"{names}")
     if not names:
+        if config.draft_bytes:
+            problem = "there is no draft model on this rank"
+            raise config_error("kv_cache_config.draft_bytes", config.draft_bytes, problem, "0")
         return
     first = groups_of(config)[0]
     if first.window is not None:

@@ -121,7 +121,7 @@ class PipelineStage:
         tokens = rows.newest_of(sampled.token_ids)
         if sampled.refused is not None:
             tokens = self._sampler.refuse(step, sampled, sampled.refused)
-        if self._sampler.reads_tokens:
+        if self._sampler.drafter is not None:  # it, or those who read its drafts, read them
             newest = tokens.reshape(-1, slots.shape[0])[0]
             self._inputs.tables.last_sampled[slots.long()] = newest
         drafts = self._sampler.draft(rows, sampled)

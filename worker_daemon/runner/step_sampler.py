@@ -32,8 +32,6 @@ class StepSampler:
         self._parts = parts
         self._tables = tables
         self.drafter = drafter
-        self.reads_tokens = drafter is not None and drafter.follower is not None
-        """The drafter is a model, which computes steps here: it reads the rows' tokens, too."""
 
     def report_forward(self, step: ScheduledStep, hidden: Tensor) -> tuple[Report, ...]:
         """Return the parts' reports of a step's forward pass, including pooled outputs. hidden [N,
@@ -94,7 +92,7 @@ class StepSampler:
         gained = sampled.gained
         if gained is None:
             gained = self._one_each(rows, sampled)
-        if self.reads_tokens:
+        if self.drafter.follower is not None:
             gained = gained._replace(ends=self._ends(rows, sampled.refused))
         drafts = self.drafter.propose(gained)
         self._tables.drafts[gained.rows.long()] = drafts

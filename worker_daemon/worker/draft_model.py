@@ -23,6 +23,7 @@ from worker_daemon.models.partition import check_partition
 from worker_daemon.models.weights import check_checkpoint
 from worker_daemon.phases import SetPhase
 from worker_daemon.runner.kv_cache import NO_DRAFT_LAYERS, DraftLayers
+from worker_daemon.worker.model_identity import ModelFiles
 from worker_daemon.worker.resolve import ResolvedModel
 from worker_daemon.worker.stage_loading import (
     RankPlace,
@@ -36,12 +37,15 @@ _FIELD = "speculative.model"
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """A draft model on one rank: without memory until TaggedMemory.hold_stage gives it some."""
+    """A draft model as one rank sees it: without memory until TaggedMemory.hold_stages gives it
+    some."""
 
     config: ModelConfig
     resolved: ResolvedModel
     stage: DecoderStage
     attention: ChosenAttention
+    is_local: bool
+    """True on the last stage, which holds and runs it."""
 
     @property
     def layers(self) -> DraftLayers:
@@ -57,14 +61,23 @@ class DraftModel:
         """Use its attention from now on, or one that computes nothing."""
         self.stage.set_attention(self.attention.backend if is_real else NullAttention())
 
+    def check_files(self) -> None:
+        """Check the headers of its weights. Raises CheckpointError."""
+        with _naming(self.config.model):
+            if self.config.load_format == "auto":
+                check_checkpoint(self.resolved.directory, checkpoint_pieces(self.resolved.decoder))
+
     def fill(self, set_phase: SetPhase) -> None:
         """Read its weights. Raises CheckpointError."""
         with _naming(self.config.model):
+            files = ModelFiles.of(self.resolved, self.config)
+            identity = files.identity()
             fill_stage(self.stage, self.config, self.resolved, 0, set_phase)
+            files.check_unchanged(identity)
 
 
 def draft_layers(draft: DraftModel | None) -> DraftLayers:
-    """Return what a rank's draft model keeps, if it has one."""
+    """Return what a draft model keeps on a rank of the last stage, if there is one."""
     return NO_DRAFT_LAYERS if draft is None else draft.layers
 
 
@@ -95,13 +108,6 @@ def find_draft(
     return own, found
 
 
-def check_draft_files(config: ModelConfig, resolved: ResolvedModel) -> None:
-    """Check the headers of a draft model's weights. Raises CheckpointError."""
-    with _naming(config.model):
-        if config.load_format == "auto":
-            check_checkpoint(resolved.directory, checkpoint_pieces(resolved.decoder))
-
-
 def build_draft(found: tuple[ModelConfig, ResolvedModel], place: RankPlace) -> DraftModel:
     """Return a rank's part of a draft model, without memory. Raises ConfigError: the ranks of a
     stage cannot share it, or its dtype is none of the device's."""
@@ -111,9 +117,9 @@ def build_draft(found: tuple[ModelConfig, ResolvedModel], place: RankPlace) -> D
         if not supports(place.device, resolved.dtype):
             problem = "this device does not support this dtype"
             raise config_error("dtype", str(resolved.dtype), problem, "float16")
-    stage = draft_stage(resolved, place.tp, place.backend.make_ops())
-    attention = choose_stage_attention(stage, resolved.decoder, resolved.dtype, place)
-    return DraftModel(config, resolved, stage, attention)
+        stage = draft_stage(resolved, place.tp, place.backend.make_ops())
+        attention = choose_stage_attention(stage, resolved.decoder, resolved.dtype, place)
+    return DraftModel(config, resolved, stage, attention, place.parallel.is_last_stage)
 
 
 def draft_stage(resolved: ResolvedModel, tp: TensorParallel, ops: LayerOps) -> DecoderStage:

@@ -60,7 +60,6 @@ from worker_daemon.runner.kv_cache import (
 from worker_daemon.worker.draft_model import (
     DraftModel,
     build_draft,
-    check_draft_files,
     draft_layers,
     find_draft,
 )
@@ -103,7 +102,7 @@ class LoadedModel:
     processors: Mapping[str, MakeLogitsProcessor] = field(default_factory=dict)
     """Custom logits processors that requests may ask for."""
     draft: DraftModel | None = None
-    """The draft model, on the last stage."""
+    """The draft model; of other stages than the last one too, but without memory."""
 
     def limited_to(self, max_model_len: int) -> "LoadedModel":
         """Return the model with another length limit, at most the one that it was loaded with.
@@ -150,13 +149,18 @@ class LoadedModel:
     def kv_cache_specs(self) -> tuple[KVCacheSpec, ...]:
         """The KV layers of this stage and shard, in wire types."""
         own = describe_layers(self.stage.kv_layer_specs, self.cache_dtype)
-        return own + describe_drafts(draft_layers(self.draft))
+        return own + describe_drafts(draft_layers(self.local_draft))
+
+    @property
+    def local_draft(self) -> DraftModel | None:
+        """The draft model on a rank that runs it."""
+        return self.draft if self.draft is not None and self.draft.is_local else None
 
     @property
     def weights_bytes(self) -> int:
         """Bytes of all parameters on this rank."""
-        own = self.stage.num_parameters_bytes
-        return own if self.draft is None else own + self.draft.stage.num_parameters_bytes
+        own, draft = self.stage.num_parameters_bytes, self.local_draft
+        return own if draft is None else own + draft.stage.num_parameters_bytes
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -168,14 +172,14 @@ class LoadedModel:
     ) -> KVMemory:
         """Return zeroed caches. Raises: see runner.kv_cache.allocate_kv_caches."""
         rows, specs = self.config.scheduler.max_num_seqs, self.stage.kv_layer_specs
-        drafts = draft_layers(self.draft)
+        drafts = draft_layers(self.local_draft)
         return allocate_kv_caches(plan, specs, self.cache_dtype, rows, make_zeros, drafts)
 
     def attend(self, *, is_real: bool) -> None:
         """Use the layers' attention from now on, or one that computes nothing."""
         self.stage.set_attention(self.attention.backend if is_real else NullAttention())
-        if self.draft is not None:
-            self.draft.attend(is_real=is_real)
+        if self.local_draft is not None:
+            self.local_draft.attend(is_real=is_real)
 
 
 def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPhase) -> LoadedModel:
@@ -201,22 +205,19 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
     if resolved.saved is not None:
         resolved.saved.check(_group_shape(resolved, place), resolved.decoder)
     found = find_draft(message.speculative, message.model, resolved, roots)
-    if found is not None:
-        check_draft_files(*found)
+    draft = None if found is None else build_draft(found, place)
+    if draft is not None:
+        draft.check_files()
     files = ModelFiles.of(resolved, message.model)
     identity = files.identity()
     memory = open_memory(place.device, can_sleep=message.model.enable_sleep_mode)
     try:
         layout = new_layout(message.lora.max_loras, message.lora.max_lora_rank)
         stage = _build_stage(resolved, place, layout, has_fp8_cache=has_fp8_cache)
-        draft = None
-        if found is not None:
-            draft = build_draft(found, place)  # on all ranks, for its checks
-            draft = draft if place.parallel.is_last_stage else None
         _hold(memory, stage, draft, resolved.max_model_len, place.device)
         adapters = _make_adapters(layout, message.lora, resolved, place, memory, roots)
         fill_stage(stage, message.model, resolved, place.parallel.rank_in_replica, set_phase)
-        if draft is not None:
+        if draft is not None and draft.is_local:
             draft.fill(set_phase)
         files.check_unchanged(identity)
     except CapacityError as error:
@@ -331,7 +332,7 @@ def reload(
     elif config.load_format == "auto":
         check_checkpoint(resolved.directory, checkpoint_pieces(resolved.decoder))
     if model.draft is not None:
-        check_draft_files(model.draft.config, model.draft.resolved)
+        model.draft.check_files()
     files = ModelFiles.of(resolved, config)
     identity = files.identity()
     is_other = resolved.directory != model.resolved.directory
@@ -342,8 +343,8 @@ def reload(
             model.stage, config, resolved, place.parallel.rank_in_replica, set_phase, overwriting
         )
         files.check_unchanged(identity)
-        if model.draft is not None:
-            model.draft.fill(set_phase)
+        if model.local_draft is not None:
+            model.local_draft.fill(set_phase)
         model.finish_update(identity, version)
     except BaseException as error:
         overwriting.failed(f"{type(error).__name__} in reload_weights: {error}")
@@ -495,7 +496,9 @@ def _hold(
 ) -> None:
     """Allocate the memory of the stages."""
     target = HeldStage(stage, [rotary_table(rope, length, device) for rope in stage.ropes])
-    held = None if draft is None else HeldStage(draft.stage, draft.rotary_tables(device))
+    held = None
+    if draft is not None and draft.is_local:
+        held = HeldStage(draft.stage, draft.rotary_tables(device))
     memory.hold_stages(target, held)
 
 

@@ -95,7 +95,7 @@ class Serving:
 
     @property
     def draft_counts(self) -> DraftCounts:
-        """The outcomes of drafts since the model was loaded, for any thread; none but on the rank
+        """The outcomes of drafts since the KV cache was made, for any thread; none but on the rank
         that answers steps."""
         return self._parts.draft_counts
 
@@ -270,6 +270,7 @@ def describe_steps(opened: OpenedDevice, model: LoadedModel) -> str:
             model.config,
             model.max_model_len,
             model.attention.name,
+            model.draft and (model.draft.resolved.decoder, model.draft.attention.name),
             (place.parallel, model.stage.ops_name, device_name(place.device)),
             (torch.__version__, hash_triton(), hash_sources()),
         )

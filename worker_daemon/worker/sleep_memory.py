@@ -73,11 +73,11 @@ class TaggedMemory:
 
     def make_adapters(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Return zeroed adapter slots. They lose their content whenever the weights sleep: the host
-        has a copy. Raises as hold_stage does."""
+        has a copy. Raises as hold_stages does."""
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
     def make_kv_cache(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a zeroed [numel], in place of the previous one. Raises as hold_stage does."""
+        """Return a zeroed [numel], in place of the previous one. Raises as hold_stages does."""
         if self._device.type == "cpu":  # Linux zeroes the pages on first touch
             return torch.from_numpy(np.zeros(numel * dtype.itemsize, np.uint8)).view(dtype)
         return torch.zeros(numel, dtype=dtype, device=self._device)

@@ -169,7 +169,7 @@ class Step:
         for req_id, count in list(self.drafts.items()):
             request = self.decodes[req_id]
             end = request.num_computed + 1 + count
-            ahead = min(self._limits.num_lookahead_tokens, self._limits.max_model_len - end)
+            ahead = min(self._limits.num_lookahead_tokens, request.limit - 1 - end)
             given = self._blocks.extend(request, 1 + count + max(0, ahead))
             if given is None and ahead > 0:
                 given = self._blocks.extend(request, 1 + count)

@@ -14,7 +14,8 @@ from worker_client.scheduler_output import EncodedValues, StepFault, StepValues
 from worker_client.steps.step_checks import size_fault
 from worker_client.steps.step_fault import wrong_ids
 
-Masks = Mapping[str, NDArray[np.int32]]
+Mask = NDArray[np.int32]
+Masks = Mapping[str, Mask | Sequence[Mask]]
 
 SAMPLED_WORD: Final = 97
 """One of so many words of a mask is looked at before masks are compared."""
@@ -29,7 +30,8 @@ class StepMasks(StepValues):
 
     masks: Masks = field(default_factory=dict)
     """Tokens that requests may sample: int32 [ceil(vocab_size / 32)], bit 1 = allowed; for several
-    samples of a request int32 [n, ceil(vocab_size / 32)], for its newest n in order."""
+    samples of a request a sequence of such masks, or int32 [n, ceil(vocab_size / 32)], for its
+    newest n in order. A mask that is the same object for several samples is sent once."""
     deferred: Collection[str] = ()
 
     @property
@@ -53,7 +55,7 @@ class StepMasks(StepValues):
             (slot_of[req_id], own)
             for req_id, mask in self.masks.items()
             if req_id in slot_of
-            for own in (mask if mask.ndim == 2 else (mask,))
+            for own in _each(mask)
         ]
         if not rows:
             return None
@@ -63,14 +65,22 @@ class StepMasks(StepValues):
         return extension, [b"".join(distinct)]
 
 
+def _each(given: Mask | Sequence[Mask]) -> Sequence[Mask] | Mask:
+    """Return the masks of a request's samples."""
+    return (given,) if isinstance(given, np.ndarray) and given.ndim == 1 else given
+
+
 def _masks_fault(masks: Masks) -> StepFault | None:
     """Check that each mask is a row of 32-bit words, or several, and that all have one length."""
-    for req_id, mask in masks.items():
-        if not (isinstance(mask, np.ndarray) and mask.ndim in (1, 2) and mask.dtype in _DTYPES):
-            value = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, np.ndarray) else mask
-            fix = "give int32 [ceil(vocab_size / 32)], or a row of them for each sample"
-            return StepFault("its mask is malformed", "masks", value, fix, req_id)
-    lengths = sorted({mask.shape[-1] for mask in masks.values()})
+    for req_id, given in masks.items():
+        for mask in given if isinstance(given, list | tuple) else (given,):
+            is_array = isinstance(mask, np.ndarray)
+            dims = (1, 2) if mask is given else (1,)
+            if not (is_array and mask.ndim in dims and mask.dtype in _DTYPES):
+                value = f"{mask.dtype} {list(mask.shape)}" if is_array else mask
+                fix = "give int32 [ceil(vocab_size / 32)], or one for each sample"
+                return StepFault("its mask is malformed", "masks", value, fix, req_id)
+    lengths = sorted({mask.shape[-1] for given in masks.values() for mask in _each(given)})
     if len(lengths) > 1:
         return wrong_ids(f"masks differ in length: {lengths}", "masks", masks)
     return None

@@ -1,7 +1,7 @@
 """Structured output as features of a driver: requests that wait for their grammars, the masks of
 its steps, and jumps over forced tokens."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from worker_client.driver_parts.context import DriverContext
@@ -10,9 +10,8 @@ from worker_client.errors import RequestError, WorkerDied
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import ExpectingScheduler, JumpingScheduler, PausingScheduler
 from worker_client.scheduler_output import SchedulerOutput, StepResult
-from worker_client.steps.masks import StepMasks
+from worker_client.steps.masks import Masks, StepMasks
 from worker_client.structured.jump_forward import JumpForward
-from worker_client.structured.masked_rows import Int32s
 from worker_client.structured.masked_steps import (
     CHECK_S,
     CompiledGrammars,
@@ -183,9 +182,7 @@ class MasksPart(DriverPart):
             self._context.requests.stop(output)
         return True
 
-    def _sample(
-        self, flight: StepInFlight, masks: Mapping[str, Int32s], req_ids: Sequence[str] | None
-    ) -> None:
+    def _sample(self, flight: StepInFlight, masks: Masks, req_ids: Sequence[str] | None) -> None:
         group = self._context.group
         flight.later.append(group.sample_tokens(flight.future, (StepMasks(masks),), req_ids))
 

@@ -96,7 +96,7 @@ class MaskedStep:
     """True until their masks are sent."""
 
 
-SampleLater: TypeAlias = Callable[[Mapping[str, Int32s], Sequence[str] | None], None]
+SampleLater: TypeAlias = Callable[[Mapping[str, Sequence[Int32s]], Sequence[str] | None], None]
 """Sends masks and the ids of the deferred requests to sample; None: all that are left. It is
 WorkerGroup.sample_tokens for one step."""
 
@@ -391,18 +391,19 @@ class MaskedSteps:
         step.deferred += known[count:]
         if step.sampled:
             masks = self._fill(known[:count])
-            copies = {id(mask): mask.copy() for mask in masks.values()}
+            copies = {id(mask): mask.copy() for own in masks.values() for mask in own}
             values = StepMasks(
-                {req_id: copies[id(mask)] for req_id, mask in masks.items()},
+                {req_id: [copies[id(mask)] for mask in own] for req_id, own in masks.items()},
                 [row.req_id for row in step.deferred],
             )
             step.output = replace(output, extensions=(*output.extensions, values))
 
-    def _fill(self, rows: Sequence[MaskedRow]) -> dict[str, Int32s]:
+    def _fill(self, rows: Sequence[MaskedRow]) -> dict[str, list[Int32s]]:
         """Return the masks of the newest sampling of rows that are prepared, except those whose
-        matcher has failed: int32 [W], or [1 + drafts, W]. Rows in the same state share a mask."""
+        matcher has failed: int32 [W] for each token that they may gain. Equal states share a
+        mask."""
         filled: dict[State, Int32s] = {}
-        masks: dict[str, Int32s] = {}
+        masks: dict[str, list[Int32s]] = {}
         for row in rows:
             if row.matcher.error and not row.jumped:
                 self._refuse(row)
@@ -414,7 +415,7 @@ class MaskedSteps:
                 assert words is not None, "it is known"
                 filled.setdefault(state, words)
                 own.append(filled[state])
-            masks[row.req_id] = own[0] if len(own) == 1 else np.stack(own)
+            masks[row.req_id] = own
         return masks
 
     def _only(self, token: int) -> Int32s:

@@ -3,7 +3,7 @@ an expired lease is taken again, and a step that is lost nevertheless is reporte
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, NoReturn, TypeVar, TypeVarTuple
 
@@ -26,7 +26,7 @@ from worker_client.errors import (
 from worker_client.group.loading import LoadedGroup
 from worker_client.group.outcomes import StepFuture
 from worker_client.scheduler_output import SchedulerOutput, StepResult
-from worker_client.steps.masks import Masks, StepMasks
+from worker_client.steps.masks import Mask, StepMasks
 from worker_client.vllm.settings import LOGGER, Settings
 from worker_client.worker_group import WorkerGroup
 
@@ -170,7 +170,7 @@ class Workers:
         self.group.await_credit()
         return self.group.execute_model(step)
 
-    def sample(self, sent: PendingStep, masks: Masks) -> list[PendingStep]:
+    def sample(self, sent: PendingStep, masks: Mapping[str, Mask]) -> list[PendingStep]:
         """Sample what a step has deferred, with masks for some of it, in as many messages as the
         masks need. Raises as send() does."""
         future = sent.future
@@ -189,7 +189,7 @@ class Workers:
         number: int,
         future: StepFuture,
         req_ids: Sequence[str],
-        masks: Masks,
+        masks: Mapping[str, Mask],
     ) -> PendingStep:
         own = {req_id: masks[req_id] for req_id in req_ids if req_id in masks}
         try:

@@ -235,7 +235,7 @@ def test_requests_in_one_state_share_a_mask(fakes, connect, monkeypatch):
         sample = driver.group.sample_tokens
 
         def counting(*args, masks=masks, sample=sample):
-            masks.extend(args[1][0].masks.values())
+            masks.extend(mask for own in args[1][0].masks.values() for mask in own)
             return sample(*args)
 
         monkeypatch.setattr(driver.group, "sample_tokens", counting)
@@ -347,17 +347,17 @@ def test_a_row_with_drafts_has_a_mask_behind_each(monkeypatch, lateness):
 
     def sample(masks, req_ids):
         assert len(masks) == 1
-        shapes.update({req_id: mask.shape for req_id, mask in masks.items()})
+        shapes.update({req_id: [mask.shape for mask in own] for req_id, own in masks.items()})
 
     (values,) = planned.output.extensions
-    shapes.update({req_id: mask.shape for req_id, mask in values.masks.items()})
+    shapes.update({req_id: [mask.shape for mask in own] for req_id, own in values.masks.items()})
     assert set(values.deferred) == ({"a", "b"} if lateness else {"b"})
     assert len(grammars.begun) == 6
     steps.sample_ready(planned, sample)
     assert len(shapes) == (0 if lateness else 2)
     steps.await_masks()
     steps.sample_ready(planned, sample)
-    assert shapes == dict.fromkeys("ab", (3, HandGrammars.num_words))
+    assert shapes == dict.fromkeys("ab", [(HandGrammars.num_words,)] * 3)
     steps.take(planned, StepResult(["a", "a", "b"], [6, 2, 3]))
     assert [each.tokens for each in grammars.begun] == [[5, 3], [5, 6, 2]]
     assert matchers["b"] in grammars.begun and matchers["a"] not in grammars.begun

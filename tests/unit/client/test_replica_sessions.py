@@ -144,7 +144,7 @@ def test_endpoints_are_those_of_all_replicas(fakes, options_of):
 def test_local_daemons_are_started_for_all_replicas(tmp_path, monkeypatch):
     asked = []
 
-    def start(devices, model_root, lora_root):
+    def start(devices, model_root, **_):
         asked.append(devices)
         raise ClientConfigError("enough", field="a", value=1, fix="b")
 

@@ -66,3 +66,25 @@ def test_masks_of_two_lengths_are_refused():
     assert isinstance(fault, StepFault)
     assert (fault.field, fault.req_id) == ("masks", "a")
     assert "[3, 4]" in fault.message
+
+
+def test_masks_of_several_samples_are_shared_by_all_that_name_them():
+    """However many have a single token: requests at one place of a grammar need as few as one."""
+    each = [np.zeros(500, np.int32) for _ in range(3 * MAX_COMPARED)]
+    for token, mask in enumerate(each):
+        mask[token + 1] = 1
+    masks = {f"r{number}": each[number % 3 :] for number in range(40)}
+    slot_of = {name: slot for slot, name in enumerate(masks)}
+    extension, (frame,) = StepMasks(masks).encode(slot_of)
+    assert len(frame) == 4 * 500 * len(each)
+    words = np.frombuffer(frame, "<i4").reshape(-1, 500)
+    slots, indices = (np.frombuffer(raw, "<u2") for raw in (extension.slots, extension.indices))
+    for name, slot in slot_of.items():
+        assert np.array_equal(words[indices[slots == slot]], np.stack(masks[name]))
+
+
+@pytest.mark.parametrize("mask", [[[1, 2]], [np.zeros((2, 3), np.int32)], np.zeros(3), None])
+def test_what_is_no_mask_is_refused(mask):
+    fault = StepMasks({"a": mask}).encode({"a": 1})
+    assert isinstance(fault, StepFault)
+    assert (fault.field, fault.req_id) == ("masks", "a")

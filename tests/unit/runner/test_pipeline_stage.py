@@ -142,7 +142,7 @@ class Rank:
         self.others.reach("sample")
         return SamplerOutput(step.chosen.greedy)
 
-    reads_tokens = False
+    drafter = None
 
     def draft(self, rows, sampled):
         """The sampler's: there is no drafter."""

@@ -25,6 +25,7 @@ def describe() -> str:
         max_model_len=1024,
         attention=SimpleNamespace(name="paged"),
         stage=SimpleNamespace(ops_name="triton"),
+        draft=None,
     )
     opened = SimpleNamespace(place=place)
     return describe_steps(cast(OpenedDevice, opened), cast(LoadedModel, model))
