@@ -144,11 +144,13 @@ def test_drivers_killed_one_after_the_other_cost_no_token(
     if drafts is TWIN:
         drafts = replace(TWIN, model=plan.config.model.model)
     plan = replace(plan, config=replace(plan.config, speculative=drafts))
+    most = 9
     if drafts is not NONE:
         assert undisturbed(plan) == expected
+        most = 3  # two drivers die before the last step, also if all drafts are accepted
     for _ in range(num_points):
         deaths = [
-            Death(rng.randint(1, 9), rng.sample(range(pp * tp), rng.randint(0, pp * tp)), late)
+            Death(rng.randint(1, most), rng.sample(range(pp * tp), rng.randint(0, pp * tp)), late)
             for late in rng.sample((True, False), rng.randint(1, 2))
         ]
         nursery.live(replace(plan, death=deaths[0]))
