@@ -1,7 +1,5 @@
 """Counts of drafts that steps have verified (speculative decoding), for results and metrics."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import accumulate
 
 
@@ -30,15 +28,6 @@ class DraftCounts:
         for place, count in enumerate(other._by_accepted):
             self._by_accepted[place] += count
         self.num_drafted += other.num_drafted
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Forget in the end what is counted in the block."""
-        before = self.num_drafted, self._by_accepted.copy()
-        try:
-            yield
-        finally:
-            self.num_drafted, self._by_accepted = before
 
     @property
     def num_verified(self) -> int:

@@ -183,6 +183,13 @@ class ModelRunner:
         finally:
             self._program = before
 
+    @contextmanager
+    def computing_nothing(self) -> Iterator[None]:
+        """Run steps in the block that no driver has sent: see RequestState.computing_nothing. Their
+        drafts are not counted."""
+        with self.state.computing_nothing(), self._stage.replies.uncounted():
+            yield
+
     def rebind_stage(self, stage: Stage) -> None:
         """Use a new link's stage from now on. Drafts begin anew: the ranks may have been at
         different steps, and one of them may be new, but all must verify the same drafts."""

@@ -1,7 +1,8 @@
 """Brings a step's result to the host: copies it asynchronously, waits on the completion thread,
 then encodes it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -55,9 +56,19 @@ class StepReplies:
     ) -> None:
         """drafts: where the outcomes of drafts are counted."""
         self._link = link
-        self._drafts = drafts
+        self._drafts: DraftCounts | None = drafts
         self._history = history
         self._is_output_rank = is_output_rank
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Count no drafts of the steps in the block, which no driver has sent. Those of earlier
+        steps count, even if their results are taken meanwhile."""
+        drafts, self._drafts = self._drafts, None
+        try:
+            yield
+        finally:
+            self._drafts = drafts
 
     def without_tokens(
         self, identity: ReplyIdentity, status: Tensor, reports: Sequence[Report] = ()

@@ -3,8 +3,8 @@ cache, by the memory profile (worker/memory_profile.py)."""
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -132,7 +132,7 @@ class Serving:
             CapacityError: they do not fit in addition to weights and KV cache.
         """
         graphs = self._step_graphs()
-        with self._capturing(), self._uncounted():
+        with self._capturing(), self._parts.stage.expert_loads.unchanged():
             graphs.capture(self.runner)
         torch.cuda.empty_cache()  # from the steps before each capture; not part of the graphs
         self._graphs = graphs
@@ -205,7 +205,7 @@ class Serving:
 
     def estimate_graphs(self, used_bytes: Callable[[], int]) -> int:
         """Return an estimate of the graphs' bytes: see StepGraphs.estimate_bytes."""
-        with self._capturing(), self._uncounted():
+        with self._capturing(), self._parts.stage.expert_loads.unchanged():
             return self._step_graphs().estimate_bytes(self.runner, used_bytes)
 
     def before_relink(self) -> None:
@@ -232,7 +232,7 @@ class Serving:
 
     def _run_all(self, steps: Iterable[SyntheticStep]) -> None:
         """Run synthetic steps, and wait for each. Raises the steps' errors."""
-        with self._uncounted(), self.runner.state.computing_nothing():
+        with self._parts.stage.expert_loads.unchanged(), self.runner.computing_nothing():
             for step in steps:
                 reply = self.runner.execute_model(step.message, step.arrays)
                 if reply is not None:
@@ -242,14 +242,8 @@ class Serving:
         return step_graphs(self._parts, self.runner, enforce_eager=self._enforce_eager)
 
     def _restore_graphs(self) -> None:
-        with self._capturing(), self._uncounted():
+        with self._capturing(), self._parts.stage.expert_loads.unchanged():
             self._graphs.restore(self.runner)
-
-    @contextmanager
-    def _uncounted(self) -> Iterator[None]:
-        """Count neither expert loads nor drafts in the block: for synthetic steps."""
-        with self._parts.stage.expert_loads.unchanged(), self.draft_counts.unchanged():
-            yield
 
     def _capturing(self) -> Translation:
         self._set_phase("CAPTURING", LONG_OPERATION_S)

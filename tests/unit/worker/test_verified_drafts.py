@@ -14,6 +14,7 @@ from rpc_schema.errors import BadFrameError, InvalidStepError, PrecededByError
 from rpc_schema.sampling import GrammarMasks
 from worker_client.group.drafts import read_drafts
 from worker_client.requests import SamplingParams
+from worker_daemon.runner.model_runner import ModelRunner
 from worker_daemon.worker.worker import Worker
 
 MOST = 4
@@ -186,6 +187,31 @@ def test_a_lookup_accelerates_a_text_that_repeats_itself(looked_up, prompts, lla
         steps += 1
     rows.check()
     assert steps < 60
+
+
+def figures(counts):
+    return np.array([counts.num_verified, counts.num_drafted, counts.num_accepted])
+
+
+def test_outcomes_that_are_taken_during_a_new_rank_s_warm_up_count(brought, prompts, monkeypatch):
+    """What the warm-up verifies does not."""
+    rows = Rows(brought, {2: prompts([9], seed=60)[0]}, GREEDY, 9)
+    rows.begin()
+    before = figures(brought.describe().draft_counts)
+    message, _ = rows.driver.step({2: 1 + MOST})
+    drafts = {"num_drafts": int32s([2, MOST]), "draft_token_ids": int32s(rows.alone[2][1:5])}
+    pending = brought.execute_model(msgspec.structs.replace(message, **drafts), [])
+    run, taken_at = ModelRunner.execute_model, []
+
+    def execute(runner, *step):  # the completion thread takes the result after the second step
+        taken_at.append(pending.result() if len(taken_at) == 1 else None)
+        return run(runner, *step)
+
+    monkeypatch.setattr(ModelRunner, "execute_model", execute)
+    rows.driver.warm_up()
+    assert len(taken_at) > 3
+    after = figures(brought.describe().draft_counts)
+    assert (after - before).tolist() == [1, MOST, MOST]
 
 
 def test_an_adopting_driver_gets_what_rows_gained(brought, prompts):
