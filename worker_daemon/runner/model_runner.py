@@ -110,11 +110,9 @@ class SoleStage:
                 reply = self.replies.of_tokens(identity, rows, sampled, step.status)
         else:
             sampled = self._sampler.sample(step)
-            if sampled.refused is None:
+            if sampled.total is None:
                 newest = rows.newest_of(rows.slots).long()
                 self._inputs.tables.last_sampled[newest] = rows.newest_of(sampled.token_ids)
-            elif sampled.gained is None:
-                self._sampler.refuse(step, sampled, sampled.refused)
             reply = self.replies.of_tokens(identity, rows, sampled, step.status)
         if self._sampler.drafter is not None:
             self._sampler.draft(rows, sampled)

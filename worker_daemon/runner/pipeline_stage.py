@@ -118,9 +118,7 @@ class PipelineStage:
             self._publish(slots, None, counted=counted)
             return None
         sampled = self._sampler.sample(step)
-        tokens = rows.newest_of(sampled.token_ids)
-        if sampled.refused is not None:
-            tokens = self._sampler.refuse(step, sampled, sampled.refused)
+        tokens = self._sampler.following(rows, sampled)
         if self._sampler.drafter is not None:  # it, or those who read its drafts, read them
             newest = tokens.reshape(-1, slots.shape[0])[0]
             self._inputs.tables.last_sampled[slots.long()] = newest

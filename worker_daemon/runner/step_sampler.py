@@ -42,7 +42,8 @@ class StepSampler:
         return reports if step.pooling is None else reports + self._parts.pool(hidden, step)
 
     def sample(self, step: Unsampled) -> SamplerOutput:
-        """Choose the token of each sample."""
+        """Choose the token of each sample. Where drafts, or a part, may refuse some, decide which
+        ones rows gain, and write to the rows from which token they continue."""
         rows, chosen = step.rows, step.chosen
         assert chosen is not None, "the step has got this far"
         count = rows.slots_np.size
@@ -56,7 +57,12 @@ class StepSampler:
             sampled = self._parts.sample(logits, rows, step.step_values)
             if step.reports:
                 sampled = replace(sampled, reports=sampled.reports + step.reports)
-        return sampled if rows.drafted is None else self._verify(rows, rows.drafted.inputs, sampled)
+        if rows.drafted is not None:
+            return self._verify(rows, rows.drafted.inputs, sampled)
+        if sampled.refused is None:
+            return sampled
+        assert chosen.inputs is not None, "steps that may refuse keep their last tokens"
+        return self._refuse(rows, chosen.inputs, sampled, sampled.refused)
 
     def _verify(self, rows: SampleRows, inputs: Tensor, sampled: SamplerOutput) -> SamplerOutput:
         """Decide which samples rows gain. inputs: int64 [R]."""
@@ -69,20 +75,23 @@ class StepSampler:
         gained = Gained(own, outcome.gained, outcome.counts)
         return replace(sampled, refused=outcome.refused, gained=gained, total=outcome.total)
 
-    def refuse(self, step: Unsampled, sampled: SamplerOutput, refused: Tensor) -> Tensor:
-        """Write the refusals, int32 [Q], to this rank's rows. Return int64 [2, Q]: the token from
-        which each row continues (after a refusal the one before it), and each row's total
-        refusals."""
-        rows = step.rows
-        if sampled.total is not None:  # of drafts: the rows have them
-            newest = self._tables.last_sampled[rows.newest_of(rows.slots).long()]
-            return torch.stack((newest, sampled.total.long()))
-        assert step.chosen is not None, "the step has got this far"
-        assert step.chosen.inputs is not None, "steps that may refuse keep their last tokens"
-        last, newest = rows.newest_of(step.chosen.inputs), rows.newest_of(sampled.token_ids)
+    def _refuse(
+        self, rows: SampleRows, inputs: Tensor, sampled: SamplerOutput, refused: Tensor
+    ) -> SamplerOutput:
+        """Let rows continue after refusals int32 [Q] by parts: from the token before a refused one.
+        inputs: int64 [R]."""
+        last, newest = rows.newest_of(inputs), rows.newest_of(sampled.token_ids)
         token_ids = torch.where(refused > 0, last, newest)
         total = self._tables.refuse(rows.newest_of(rows.slots), token_ids, refused)
-        return torch.stack((token_ids, total.long()))
+        return replace(sampled, total=total)
+
+    def following(self, rows: SampleRows, sampled: SamplerOutput) -> Tensor:
+        """Return the token from which each row continues, int64 [Q]; int64 [2, Q] if some may have
+        been refused, with each row's refusals so far below."""
+        if sampled.total is None:
+            return rows.newest_of(sampled.token_ids)
+        newest = self._tables.last_sampled[rows.newest_of(rows.slots).long()]
+        return torch.stack((newest, sampled.total.long()))
 
     def draft(self, rows: SampleRows, sampled: SamplerOutput) -> Tensor | None:
         """Let the drafter make drafts of the rows' next tokens, and write them to the rows. Return

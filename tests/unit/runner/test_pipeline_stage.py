@@ -142,6 +142,10 @@ class Rank:
         self.others.reach("sample")
         return SamplerOutput(step.chosen.greedy)
 
+    def following(self, rows, sampled):
+        """The sampler's."""
+        return rows.newest_of(sampled.token_ids)
+
     drafter = None
 
     def draft(self, rows, sampled):

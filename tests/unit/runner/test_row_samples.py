@@ -142,8 +142,7 @@ def test_a_refused_token_is_the_newest_of_its_row():
     sampled = sampler.sample(step)
     assert sampled.token_ids.tolist() == [10, 11, 12, 13, 14, 15]
     assert sampled.refused.tolist() == [0, 1, 0]
-    returned = sampler.refuse(step, sampled, sampled.refused)
-    assert returned.tolist() == [[11, 24, 15], [0, 1, 0]]
+    assert sampler.following(rows, sampled).tolist() == [[11, 24, 15], [0, 1, 0]]
     assert tables.last_sampled[[0, 1, 3]].tolist() == [11, 24, 15]
     history = SampledTokens(6, 30)
     replies = StepReplies(Link(1, CPU), history, DraftCounts(), is_output_rank=True)

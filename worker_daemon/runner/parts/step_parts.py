@@ -51,7 +51,8 @@ class SamplerOutput:
     gained: Gained | None = None
     """Tokens that rows gain in a step with drafts."""
     total: Tensor | None = None
-    """int32 [Q], in a step with drafts: each row's refusals so far."""
+    """int32 [Q], each row's refusals so far. Set by the StepSampler, with `refused`: the rows' own
+    tables then have it, and the tokens from which they continue."""
 
 
 class _Member(NamedTuple):
