@@ -110,9 +110,9 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     are drafts of tokens that it has not sampled (speculative decoding); at most
     num_speculative_tokens. The scheduled tokens reach as far beyond the last known token. The slot
     samples after its last known token and after each draft; it gains the samples up to and
-    including the first that differs from the draft at its place. The slot's counts grow as if all
-    drafts were accepted; the refused rest is reported and corrected as above. The step then has no
-    num_samples."""
+    including the first that differs from the draft at its place, or after whose draft nothing may
+    be sampled (NO_TOKEN). The slot's counts grow as if all drafts were accepted; the refused rest
+    is reported and corrected as above. The step then has no num_samples."""
     draft_token_ids: RawInt32 = b""
     """The drafts of num_drafts, in that order; -1 for a draft that the device has made after the
     slot's last step. Empty: the device has all of them."""

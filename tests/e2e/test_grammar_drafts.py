@@ -2,6 +2,7 @@
 wrong, requests have the same tokens as one by one. Forced ones save a step each."""
 
 import random
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.support.structured import (
     VOCAB_SIZE,
     make_tokenizer,
     random_case,
+    regex_case,
     schema_case,
 )
 from worker_client.driver import Driver
@@ -24,7 +26,9 @@ from worker_client.driver_parts.registry import DriverOptions
 from worker_client.inputs.request_parser import RequestParser
 from worker_client.inputs.tokenizer import load_tokenizer
 from worker_client.scheduler import Scheduler
+from worker_client.structured import matchers
 from worker_client.structured.grammars import GrammarLimits, Grammars
+from worker_client.structured.matchers import MaskProcess
 
 DRIVER = SpeculativeConfig(method="driver", num_speculative_tokens=4)
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
@@ -141,6 +145,38 @@ def test_drafts_change_no_token(serve, model, grammars, sampling, pp, method):
             outputs, _ = serve_all(group, loaded, grammars, lines + crowd, make, **scarce)
             assert ends({name: outputs[name] for name in expected}) == ends(expected), (seed, make)
             assert sum(output.num_preemptions for output in outputs.values()) > 0, (seed, make)
+
+
+def test_guesses_for_which_the_mask_process_has_no_room_cost_no_token(
+    serve, model, sampling, monkeypatch
+):
+    """Rows have the same tokens then, and fewer of their drafts are accepted."""
+    seed = random.randrange(1 << 30)
+    rng = random.Random(seed)
+    options = {"structured_outputs": regex_case("([ab]{3}-){12}").options, "max_tokens": 60}
+    lines = [free_line(rng, f"s{i}") | options for i in range(6)] + [free_line(rng, "f")]
+    made, found = MaskProcess.fork, []
+
+    def fork(process, source, matcher, tokens):
+        made(process, source, matcher, tokens)
+        found.append(not matcher.error)
+
+    with serve(model.path, 1, reload=True) as (group, loaded):
+        expected, _ = serve_all(group, loaded, sampling, lines)
+    monkeypatch.setattr(MaskProcess, "fork", fork)
+    monkeypatch.setattr(matchers, "MAX_ROWS", len(lines) + 3)
+    limits = GrammarLimits(num_serving=1)
+    with (
+        closing(Grammars(model.path, VOCAB_SIZE, [EOS_TOKEN_ID], limits)) as crowded,
+        serve(model.path, 1, reload=True, speculative=DRIVER) as (group, loaded),
+    ):
+        outputs, _ = serve_all(
+            group, loaded, crowded, lines, lambda *own: Guessing(*own, rng, expected)
+        )
+    assert ends(outputs) == ends(expected), seed
+    assert reports(outputs) == reports(expected), seed
+    assert found.count(False) > 5 and found.count(True) > 5, (seed, found)
+    assert sum(output.num_accepted for output in outputs.values()) > 0, seed
 
 
 def test_forced_tokens_save_a_step_each(serve, model, grammars, sampling):

@@ -168,6 +168,8 @@ class DraftingDaemon:
             last = len(row.tokens)
             seen = [self.kv[self._at(row, place)] for place in range(last)]
             row.poisoned = row.poisoned or not self._poison.isdisjoint(seen)
+            if row.poisoned and accepted:
+                break
             token = step.NO_TOKEN if row.poisoned else next_token(seen, row.seed)
             gained.append(token)
             row.tokens.append(token)

@@ -109,6 +109,8 @@ def check_verified(device, num_seqs, most, seed):
         for seq, (first, end) in enumerate(pairwise(firsts)):
             last = first
             while last + 1 < end and token_ids[last] == inputs[last + 1]:
+                if token_ids[last + 1] == NO_TOKEN:
+                    break
                 last += 1
             gained, row = token_ids[first : last + 1].tolist(), rows[first]
             num_refused = int(end - last - 1)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 
 class Verified(NamedTuple):
-    """The samples that sequences gain: those up to the first that differs from the draft after it.
-    On the device."""
+    """The samples that sequences gain: those up to the first that differs from the draft after it,
+    or that a NO_TOKEN follows. So no sequence gains a NO_TOKEN behind a draft: its next step
+    samples there again. On the device."""
 
     gained: Tensor
     """int64 [Q, 1 + K] the tokens of each sequence, oldest first; then NO_TOKEN."""

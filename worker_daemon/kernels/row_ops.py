@@ -216,8 +216,9 @@ def _verify_kernel(
     sampled = tl.load(token_ids + first + place, mask=inside, other=MISSING)
     follows = place + 1 < num_samples
     draft = tl.load(inputs + first + place + 1, mask=follows, other=MISSING)
-    differs = (sampled != draft) | ~follows
-    accepted = tl.min(tl.where(differs, place, BLOCK), axis=0)
+    following = tl.load(token_ids + first + place + 1, mask=follows, other=MISSING)
+    is_last = (sampled != draft) | (following == MISSING)
+    accepted = tl.min(tl.where(is_last, place, BLOCK), axis=0)
     is_gained = place <= accepted
     row = tl.load(rows + first).to(tl.int64)
     token = tl.where(is_gained, sampled, MISSING)

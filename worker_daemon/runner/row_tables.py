@@ -69,8 +69,9 @@ class RowKernels(Protocol):
         refused: Tensor,
     ) -> Verified:
         """Decide which samples sequences gain in a step with drafts: those up to the first that
-        differs from the draft after it. See RowTables.verify. token_ids, inputs int64 [R]; firsts
-        int32 [Q + 1]: each sequence's first sample, then R; rows int32 [R]."""
+        differs from the draft after it, or that a NO_TOKEN follows. See RowTables.verify.
+        token_ids, inputs int64 [R]; firsts int32 [Q + 1]: each sequence's first sample, then R;
+        rows int32 [R]."""
 
 
 class TorchRowKernels:
@@ -127,8 +128,10 @@ class TorchRowKernels:
         place = torch.arange(next_tokens.shape[1], device=token_ids.device)
         last = token_ids.shape[0] - 1
         index = (starts.unsqueeze(1) + place).clamp(max=last)
-        sampled, drafts = token_ids[index], inputs[(index + 1).clamp(max=last)]
-        agrees = (sampled == drafts) & (place + 1 < num_samples.unsqueeze(1))
+        following = (index + 1).clamp(max=last)
+        sampled = token_ids[index]
+        agrees = (sampled == inputs[following]) & (token_ids[following] != NO_TOKEN)
+        agrees &= place + 1 < num_samples.unsqueeze(1)
         accepted = agrees.long().cumprod(1).sum(1)
         is_gained = place <= accepted.unsqueeze(1)
         gained = torch.where(is_gained, sampled, NO_TOKEN)

@@ -259,10 +259,12 @@ class Step:
         return found, {slot: [t for t in own if t != NO_TOKEN] for slot, own in gained.items()}
 
     def gained(self, slot):
-        """The samples up to the first that is not the draft after it."""
+        """The samples up to the first that is not the draft after it, or has no sample after."""
         tokens = [seen.token for seen in self.expected[slot]]
         kept = 0
         while kept < self.counts[slot] and tokens[kept] == self.drafts[slot][kept]:
+            if tokens[kept + 1] == NO_TOKEN:
+                break
             kept += 1
         return tokens[: kept + 1]
 

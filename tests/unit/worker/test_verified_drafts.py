@@ -12,6 +12,7 @@ from rpc_schema.config import SpeculativeConfig
 from rpc_schema.drafts import RowDrafts, TakeDraftTokenIds
 from rpc_schema.errors import BadFrameError, InvalidStepError, PrecededByError
 from rpc_schema.sampling import GrammarMasks
+from rpc_schema.step import NO_TOKEN
 from worker_client.group.drafts import read_drafts
 from worker_client.requests import SamplingParams
 from worker_daemon.runner.model_runner import ModelRunner
@@ -187,6 +188,32 @@ def test_a_lookup_accelerates_a_text_that_repeats_itself(looked_up, prompts, lla
         steps += 1
     rows.check()
     assert steps < 60
+
+
+def test_a_row_gains_nothing_behind_a_draft_where_nothing_may_be_sampled(brought, prompts):
+    """It samples there again in its next step, and fails if nothing may be sampled then either."""
+    rows = Rows(brought, {2: prompts([9], seed=60)[0]}, NOISY, 12)
+    rows.begin()
+    driver = rows.driver
+    for first in (1, 3, 0):
+        have, fields = len(rows.gained[2]), {}
+        if 2 in rows.refused:
+            missing = rows.refused.pop(2)
+            driver.computed[2] -= missing
+            fields = {"corrections": int32s([2, missing])}
+        own = rows.alone[2][have : have + MOST]
+        fields |= {"num_drafts": int32s([2, MOST]), "draft_token_ids": int32s(own)}
+        message, _ = driver.step({2: 1 + MOST}, defer=[2])
+        driver.read(brought.execute_model(msgspec.structs.replace(message, **fields), []))
+        masks = np.ones((1 + MOST, VOCAB), np.bool_)
+        masks[first] = False
+        found = driver.sample(message.seq, {2: masks})[2]
+        assert len(found.earlier) == max(0, first - 1)
+        rows.gained[2] += [each.token for each in [*found.earlier, found]]
+        rows.refused[2] = MOST - len(found.earlier)
+    assert rows.gained[2].pop() == NO_TOKEN
+    rows.check()
+    assert len(rows.gained[2]) == 1 + 1 + 3
 
 
 def figures(counts):
