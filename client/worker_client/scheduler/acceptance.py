@@ -16,6 +16,12 @@ OVERALL_GAIN: Final = 1 / 48
 """The same, of all requests."""
 NUM_DEVIATIONS: Final = 1.5
 """Standard deviations by which a request's rate must differ from that of all to count at all."""
+STOPS_AFTER: Final = 64
+"""Steps in a row without drafts after which they count as given up."""
+PAYS_AFTER: Final = 256
+"""Steps in a row with drafts after which they have paid: nothing is left of FIRST_RATE."""
+RESUMES_AFTER: Final = 16
+"""Steps in a row with drafts after which they pay again."""
 
 
 class Acceptance:
@@ -29,7 +35,8 @@ class Acceptance:
         self.rates = [FIRST_RATE] * most
         self.gains = [1.0] * most
         """Weight of the last outcome in each mean: 1 / number of outcomes at first."""
-        self.pays = True
+        self.pays: bool | None = None
+        """Whether drafts are worth their cost, for good; None as long as they never were."""
         self._gain = gain
         self._in_a_row = 0
 
@@ -57,11 +64,14 @@ class Acceptance:
         rates: NDArray[np.float64] = np.clip(overall + np.sign(own) * moved, 0.0, 1.0)
         return rates
 
-    def note_choice(self, *, has_drafts: bool, stops: int, resumes: int) -> bool:
-        """Note whether a step has drafts of it. Return True if `pays` changes: that many steps in a
-        row have contradicted it."""
-        self._in_a_row = self._in_a_row + 1 if has_drafts != self.pays else 0
-        if self._in_a_row < (resumes if has_drafts else stops):
+    def note_choice(self, *, has_drafts: bool) -> bool:
+        """Note whether a step has drafts, where their cost is known. `pays` follows once enough
+        steps in a row have contradicted it. Return True if drafts that have paid cease to, or pay
+        again."""
+        had_paid = self.pays is not None
+        needed = (RESUMES_AFTER if had_paid else PAYS_AFTER) if has_drafts else STOPS_AFTER
+        self._in_a_row = self._in_a_row + 1 if has_drafts != bool(self.pays) else 0
+        if self._in_a_row < needed:
             return False
         self.pays, self._in_a_row = has_drafts, 0
-        return True
+        return had_paid

@@ -49,14 +49,10 @@ MOST_EXACT: Final = 128
 """Up to so many tokens, each number has a cell of its own: graphs have sizes."""
 TOKENS_PER_OCTAVE: Final = 32
 """Cells for each doubling of a step's tokens beyond."""
-STOPS_AFTER: Final = 64
-"""Steps in a row without drafts after which they count as given up."""
-RESUMES_AFTER: Final = 16
-"""Steps in a row with drafts after which they count as used again."""
 
 
 class DraftingChange(NamedTuple):
-    """Drafts have stopped to pay for good, or pay again."""
+    """Drafts that have paid do not any more, for good; or they pay again."""
 
     req_id: str | None
     """The request; None: all of them."""
@@ -197,9 +193,6 @@ class DraftLengths:
         """Time that may be spent on probes."""
         self._num_choices = 0
         self._last_probe = self._num_probes = 0
-        self._in_a_row = 0
-        """Choices in a row that contradict `_pays`."""
-        self._pays = True
         self._on_change = on_change
 
     def choose(self, requests: Sequence[Request]) -> Mapping[str, int]:
@@ -300,17 +293,20 @@ class DraftLengths:
         return other
 
     def _note_choice(self, requests: Sequence[Request], counts: NDArray[np.int64]) -> None:
-        """Note which requests have drafts, and what has changed for good."""
-        drafts = bool(counts.any())
-        self._in_a_row = self._in_a_row + 1 if drafts != self._pays else 0
-        if self._in_a_row >= (RESUMES_AFTER if drafts else STOPS_AFTER):
-            self._pays, self._in_a_row = drafts, 0
-            self._on_change(DraftingChange(None, drafts, self._overall.rates[0]))
-        if not (drafts and self._pays):
+        """Note which requests have drafts that are not certain, and what has changed for good."""
+        own = [
+            (request, count > 0)
+            for request, count in zip(requests, counts.tolist(), strict=True)
+            if request.traits.may_draft
+        ]
+        if not own or not self._costs.has_slope:
+            return  # as long as drafts seem to cost nothing, their use shows nothing
+        drafts, overall = any(has_drafts for _, has_drafts in own), self._overall
+        if overall.note_choice(has_drafts=drafts):
+            self._on_change(DraftingChange(None, drafts, overall.rates[0]))
+        if not (drafts and overall.pays):
             return  # a request is not to blame where nobody has any
-        for request, count in zip(requests, counts.tolist(), strict=True):
-            if not request.traits.may_draft:
-                continue  # it has none but those that are certain
-            own = self._own(request)
-            if own.note_choice(has_drafts=count > 0, stops=STOPS_AFTER, resumes=RESUMES_AFTER):
-                self._on_change(DraftingChange(request.id, own.pays, own.rates[0]))
+        for request, has_drafts in own:
+            acceptance = self._own(request)
+            if acceptance.note_choice(has_drafts=has_drafts):
+                self._on_change(DraftingChange(request.id, has_drafts, acceptance.rates[0]))

@@ -82,8 +82,8 @@ class Scheduler:
     ) -> None:
         """texts: the model's tokenizer, for requests with stop strings. clock: returns seconds, as
         time.monotonic does, for limits.max_itl_ms and deadlines. urgency: the policy by which
-        requests are admitted and preempted. on_drafting_change: is told when drafts, of all
-        requests or of one, stop to pay for good, or pay again.
+        requests are admitted and preempted. on_drafting_change: is told when drafts that
+        have paid, of all requests or of one, do not any more, and when they pay again.
 
         Raises:
             ClientConfigError: limits.max_itl_ms is not a positive, finite number.

@@ -101,6 +101,26 @@ def stairs(rows, tokens):
     return 4 + 0.1 * size
 
 
+@pytest.mark.parametrize("cost_ms", [flat, steep, stairs])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_drafts_that_have_never_paid_are_left_out_without_an_event(rows, cost_ms):
+    """Also those of single requests beside others whose drafts pay; and drafts that pay from the
+    start on, until they fail."""
+    useless = Device(decoding(rows, 0.0), cost_ms)
+    useless.run(1500)
+    assert useless.drafted[-1] == 0 and useless.changes == []
+    requests = decoding(rows, 0.9)
+    for request in requests[: rows // 4]:
+        request.accuracy = 0.0
+    mixed = Device(requests, flat)
+    mixed.run(1500)
+    assert mixed.changes == [] and sum(mixed.drafted[-100:]) > 0
+    for request in requests:
+        request.accuracy = 0.0
+    mixed.run(1500)
+    assert [(c.req_id, c.pays) for c in mixed.changes if c.req_id is None] == [(None, False)]
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize("cost_ms", [flat, steep, stairs])
 @pytest.mark.parametrize("accuracy", [0.0, 0.3, 0.8])
@@ -150,13 +170,15 @@ def steep_at_8(rows, tokens):
 
 
 def test_a_request_whose_drafts_fail_has_none_beside_others():
-    requests = decoding(7, 0.9)
-    requests.append(Decoding("bad", 0.0))
+    """It is named if its drafts were right before."""
+    requests = [*decoding(6, 0.9), Decoding("bad", 0.0), Decoding("worse", 0.9)]
     device = Device(requests, steep_at_8)
     device.run(1000)
-    drafts = device.lengths.choose(requests)
-    assert set(drafts) == {request.id for request in requests[:7]}
-    assert [(change.req_id, change.pays) for change in device.changes] == [("bad", False)]
+    assert set(device.lengths.choose(requests)) == {*(r.id for r in requests)} - {"bad"}
+    requests[-1].accuracy = 0.0
+    device.run(1000)
+    assert set(device.lengths.choose(requests)) == {request.id for request in requests[:6]}
+    assert [(change.req_id, change.pays) for change in device.changes] == [("worse", False)]
 
 
 def test_requests_near_their_limits_have_the_drafts_that_fit():
