@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -50,6 +51,7 @@ from worker_client.scheduler import (
     SchedulerInterface,
     SchedulerLimits,
 )
+from worker_client.scheduler import scheduler_limits as usual_limits
 from worker_client.scheduler_output import SchedulerOutput
 from worker_client.wire.lease import LeaseTerms
 from worker_client.worker_group import WorkerGroup
@@ -67,6 +69,17 @@ LOOKUPS = {
 """Configurations that draft something for most rows, by method."""
 LONG_LEASE = LeaseTerms(ttl_s=20.0)
 """A lease that survives a busy host."""
+
+
+def drafts_by(method: str, model: Path) -> SpeculativeConfig:
+    """Return a configuration with drafts by a method, or "none". model: the draft model's
+    directory, if it is one; the target itself is right about everything."""
+    if method == "none":
+        return NO_DRAFTS
+    if method in LOOKUPS:
+        return LOOKUPS[method]
+    made = SpeculativeConfig(method=method, num_speculative_tokens=3)
+    return msgspec.structs.replace(made, model=str(model)) if method == "draft_model" else made
 
 
 def worker_config(
@@ -303,6 +316,7 @@ def scheduler_limits(group: WorkerGroup, loaded: LoadedGroup, **changes: object)
         "max_loras": loaded_config.lora.max_loras,
         "num_speculative_tokens": loaded_config.speculative.num_speculative_tokens,
         "makes_drafts": loaded_config.speculative.on_device,
+        "num_lookahead_tokens": usual_limits(loaded, loaded_config).num_lookahead_tokens,
     }
     return SchedulerLimits(**{**fields, **changes})
 

@@ -102,6 +102,8 @@ class Step:
             self._plan_drafts()
         if self.drafts:
             self._extend_for_drafts()
+        if self._limits.num_lookahead_tokens and self._draft_lengths is not None:
+            self._extend_ahead()
 
     @property
     def num_decode_tokens(self) -> int:
@@ -164,24 +166,40 @@ class Step:
 
     def _extend_for_drafts(self) -> None:
         """Find blocks for drafts, with what the other tokens of the step have left: a request that
-        lacks some has fewer drafts. A draft model computes its next drafts behind those of the
-        step: without blocks, these are of less use."""
+        lacks some has fewer drafts."""
         for req_id, count in list(self.drafts.items()):
             request = self.decodes[req_id]
-            end = request.num_computed + 1 + count
-            ahead = min(self._limits.num_lookahead_tokens, request.limit - 1 - end)
-            given = self._blocks.extend(request, 1 + count + max(0, ahead))
-            if given is None and ahead > 0:
-                given = self._blocks.extend(request, 1 + count)
+            given = self._blocks.extend(request, 1 + count)
             if given is None:
                 left = self._blocks.num_held_tokens(request) - request.num_computed - 1
                 self.drafts[req_id] = min(count, left)
                 if left <= 0:
                     del self.drafts[req_id]
                 continue
-            for of_group, block_ids in zip(self.new_blocks, given, strict=False):
-                if block_ids:
-                    of_group[req_id] = [*of_group.get(req_id, ()), *block_ids]
+            self._add_blocks(request, given)
+
+    def _extend_ahead(self) -> None:
+        """Find blocks for what a draft model computes at the step's end, behind the tokens of each
+        request that samples: without them, the drafts of its next step are of less use. Requests
+        that decode have some only if any of them has drafts now."""
+        counts = dict(self.prefills)
+        if self.drafts:
+            counts |= {req_id: 1 + self.drafts.get(req_id, 0) for req_id in self.decodes}
+        admitted = {request.id for request in self.new}
+        for req_id, count in counts.items():
+            request = self._queues.unfinished[req_id]
+            end = request.num_computed + count
+            ahead = min(self._limits.num_lookahead_tokens, request.limit - 1 - end)
+            if ahead > 0 and end >= request.num_tokens and request.traits.may_draft:
+                given = self._blocks.extend(request, count + ahead)
+                if given is not None and req_id not in admitted:  # an admission has them all
+                    self._add_blocks(request, given)
+
+    def _add_blocks(self, request: Request, given: Sequence[list[int]]) -> None:
+        """Add to the new blocks of a request in the step."""
+        for of_group, block_ids in zip(self.new_blocks, given, strict=False):
+            if block_ids:
+                of_group[request.id] = [*of_group.get(request.id, ()), *block_ids]
 
     def _extend_each(self, needy: list[Request]) -> None:
         """Find a block for the next token of each; those without one do not decode."""
@@ -306,7 +324,9 @@ class Step:
         )
 
     def _num_bytes(self, request: Request) -> int:
-        return request.admission_bytes(len(request.tokens), self._limits.block_groups)
+        num_tokens = len(request.tokens) + self._limits.num_lookahead_tokens
+        num_tokens = max(len(request.tokens), min(num_tokens, request.most_computed))
+        return request.admission_bytes(num_tokens, self._limits.block_groups)
 
     def _add_admission(self, request: Request, num_bytes: int) -> None:
         self.new.append(request)

@@ -299,7 +299,8 @@ def test_drafts_use_only_blocks_that_nobody_else_needs():
 
 
 def test_a_draft_model_has_blocks_for_the_drafts_that_it_makes():
-    """Behind those that a step verifies, within the limit, as far as there are free ones."""
+    """Behind the tokens of each request that samples in a step, within its limit, as far as there
+    are free ones; of requests that decode, if any has drafts."""
     for num_blocks, is_short in ((200, False), (18, True)):
         limits = make_limits(num_lookahead_tokens=K, num_blocks=num_blocks, max_model_len=40)
         group = DraftingGroup(random.Random(5), 0.7, limits)
@@ -312,10 +313,11 @@ def test_a_draft_model_has_blocks_for_the_drafts_that_it_makes():
             group.send()
             if not group.in_flight:
                 continue
-            drafted = group.in_flight[0][0].num_drafts
+            step = group.in_flight[0][0]
+            names = {*step.num_scheduled_tokens, *(step.decode_req_ids if step.num_drafts else ())}
             group.take()
             for row in group.daemon.rows.values():
-                if row.req_id in drafted:
+                if row.req_id in names and row.drafts:  # it has sampled
                     needed = min(row.num_computed + K, most[row.req_id] - 1)
                     num_without += len(row.blocks) * limits.block_size < needed
                 assert (len(row.blocks) - 1) * limits.block_size < most[row.req_id]
