@@ -1,6 +1,9 @@
-"""`python -m benchmarks.compare_steps BEFORE AFTER [--requests N] [--rounds N]`: compares the cost
-of a whole step of one daemon in two checkouts, alternating every 300 steps. On a busy host, rounds
-differ more than a change does; the ratio within a pair does not."""
+"""`python -m benchmarks.compare_steps BEFORE AFTER [--requests N] [--rounds N] [--starts N]`:
+compares the cost of a whole step of one daemon in two checkouts, alternating every 300 steps. On a
+busy host, rounds differ more than a change does; the ratio within a pair does not. Processes that
+do the same differ by several percent from start to start, so both sides start anew several times,
+each of them first as often as the other; the result is the geometric mean of the starts' median
+ratios, beside the lowest and the highest."""
 
 import argparse
 import contextlib
@@ -11,10 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from benchmarks.control_plane import LIMITS, DaemonGroup, Requests, median_us
 from worker_client.steps.slots import SlotTable
+
+Pairs: TypeAlias = list[list[dict[str, float]]]
 
 COUNT = 300
 
@@ -88,12 +95,24 @@ class Side:
         return self._process.stdout.readline().strip()
 
 
+def run_start(trees: Sequence[Path], num_requests: int, rounds: int, *, is_swapped: bool) -> Pairs:
+    """Start both sides, and return the figures of their turns, in pairs (before, after).
+    is_swapped: the second one starts first, and has the first turn of each pair."""
+    order = -1 if is_swapped else 1
+    sides = [Side(tree.resolve(), num_requests) for tree in trees[::order]]
+    pairs = [[side.turn() for side in sides][::order] for _ in range(1 + rounds)]
+    for side in sides:
+        side.close()
+    return pairs[1:]  # the first pair runs cold
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("trees", nargs="*", type=Path, metavar="TREE")
     parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=8, help="pairs of turns of each start")
+    parser.add_argument("--starts", type=int, default=10, help="an even number")
     parser.add_argument("--turns", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.turns:
@@ -105,16 +124,19 @@ def main() -> None:
             f"{options.requests} requests have no more blocks after {num_steps} steps: "
             "give fewer --rounds"
         )
-    before, after = (Side(tree.resolve(), options.requests) for tree in options.trees)
-    before.turn(), after.turn()  # the first pair runs cold
-    pairs = [(before.turn(), after.turn()) for _ in range(options.rounds)]
-    for name in pairs[0][0]:
-        old, new = ([pair[side][name] for pair in pairs] for side in (0, 1))
-        ratio = statistics.median(n / o for o, n in zip(old, new, strict=True))
+    if options.starts < 2 or options.starts % 2:
+        parser.error("give an even number of --starts: each side is the first in one half of them")
+    starts = [
+        run_start(options.trees, options.requests, options.rounds, is_swapped=bool(start % 2))
+        for start in range(options.starts)
+    ]
+    for name in starts[0][0][0]:
+        old, new = ([pair[side][name] for pairs in starts for pair in pairs] for side in (0, 1))
+        ratios = [statistics.median(pair[1][name] / pair[0][name] for pair in p) for p in starts]
+        low, mean, high = min(ratios), statistics.geometric_mean(ratios), max(ratios)
         medians = f"{statistics.median(old):8.2f} us {statistics.median(new):8.2f} us"
-        print(f"{name:20} {medians}  in pairs {100 * (ratio - 1):+.1f} %")
-    before.close()
-    after.close()
+        shown = "  ".join(f"{100 * (ratio - 1):+5.1f} %" for ratio in (mean, low, high))
+        print(f"{name:20} {medians}  mean, lowest, highest {shown}")
 
 
 if __name__ == "__main__":
