@@ -53,6 +53,11 @@ class Switch:
         if self.inner is not None:
             self.inner.begin(slots, tokens)
 
+    def gain(self, gained: Gained) -> None:
+        """See Drafter."""
+        if self.inner is not None:
+            self.inner.gain(gained)
+
     def propose(self, gained: Gained) -> Tensor:
         """See Drafter."""
         if self.inner is not None:

@@ -93,11 +93,16 @@ class ReplayDrafter:
                 return min(first + text.size - prompt_len, end), end
         return 0, 0
 
-    def propose(self, gained: Gained) -> Tensor:
+    def gain(self, gained: Gained) -> None:
         """See Drafter."""
         rows = gained.rows.long()
         places = torch.minimum(self._places[rows] + gained.counts, self._ends[rows])
         self._places[rows] = places
+
+    def propose(self, gained: Gained) -> Tensor:
+        """See Drafter."""
+        self.gain(gained)
+        places = self._places[gained.rows.long()]
         return self._tokens.take(places[:, None] + self._ahead)
 
     def forget(self) -> None:

@@ -124,6 +124,9 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     of their last scheduled tokens, at most max_samples_per_seq. The last sample continues the
     request. The others are at positions whose tokens it has: what the model would have chosen
     there, as if the request ended before."""
+    skip_drafts: bool = False
+    """The workers make no drafts after this step, to save the time: the next steps of its slots
+    have none of theirs."""
 
 
 class SampleTokens(StepRequest["ModelRunnerOutput"], frozen=True, tag=2, kw_only=True):

@@ -133,6 +133,9 @@ class SchedulerOutput:
     draft_token_ids: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Drafts of requests in num_drafts that the driver brings. The device has those of the others:
     it makes them with each token that it samples."""
+    skip_drafts: bool = False
+    """The device makes no drafts after this step: its requests have none of the device's in their
+    next steps. Where drafts do not pay, this saves their time."""
 
     @property
     def deferred_req_ids(self) -> list[str]:
@@ -173,6 +176,7 @@ class LockstepOutput(SchedulerOutput):
             num_samples=_united(part.num_samples for part in replicas),
             num_drafts=_united(part.num_drafts for part in replicas),
             draft_token_ids=_united(part.draft_token_ids for part in replicas),
+            skip_drafts=all(part.skip_drafts for part in replicas),
             replicas=tuple(replicas),
         )
 

@@ -2,6 +2,9 @@
 those of a group without drafts if they are seeded; in every parallel shape, with preemption, shared
 prefixes and every feature of sampling. test_adoption.py kills drivers of such groups."""
 
+import random
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -64,6 +67,16 @@ def test_greedy_tokens_are_those_of_transformers(serve, reference, method, shape
         scarce = generate(group, loaded, requests, num_blocks=22, enable_prefix_caching=False)
         assert_greedy(scarce, reference, requests)
         assert sum(output.num_preemptions for output in scarce.outputs.values()) > 0
+        skipping = SkippingScheduler(scheduler_limits(group, loaded), clock=lambda: 0.0)
+        assert_greedy(generate(group, loaded, requests, skipping), reference, requests)
+
+
+class SkippingScheduler(Scheduler):
+    """Lets the device skip the drafts of steps at random, and lets steps verify old ones."""
+
+    def schedule(self):
+        output = super().schedule()
+        return output and replace(output, skip_drafts=random.random() < 0.5)
 
 
 def test_a_new_rank_drafts_what_its_peers_draft(serve, daemons, reference):

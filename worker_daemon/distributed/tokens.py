@@ -24,6 +24,8 @@ class _Publication:
     tokens: Tensor
     counted: bool
     """True if refusals come with the tokens."""
+    drafted: bool
+    """True if drafts come with the tokens."""
 
 
 class TokenBroadcast:
@@ -51,16 +53,26 @@ class TokenBroadcast:
         self._depth = depth
         self._in_flight: deque[_Publication] = deque()
 
-    def shape(self, num_rows: int, *, counted: bool) -> tuple[int, ...]:
-        """Return the shape of a message: tokens, then refusals if counted, then drafts."""
-        count = 1 + counted + (0 if self._drafts is None else self._drafts.shape[1])
+    def shape(self, num_rows: int, *, counted: bool, drafted: bool = False) -> tuple[int, ...]:
+        """Return the shape of a message: tokens, then refusals if counted, then drafts if the last
+        stage makes any, and has made some in the step (drafted)."""
+        num_drafts = self._drafts.shape[1] if drafted and self._drafts is not None else 0
+        count = 1 + counted + num_drafts
         return (num_rows,) if count == 1 else (count, num_rows)
 
-    def publish(self, step: int, rows: Tensor, tokens: Tensor | None, *, counted: bool) -> None:
+    def publish(
+        self,
+        step: int,
+        rows: Tensor,
+        tokens: Tensor | None,
+        *,
+        counted: bool,
+        drafted: bool = False,
+    ) -> None:
         """Start the return of tokens for rows int32 [R]. tokens: int64, as shape() says: those from
         which the rows continue; below them, if counted, each row's total refusals, then its drafts.
-        None on stages that do not sample; counted is the same on all stages. tokens and rows may be
-        overwritten at once.
+        None on stages that do not sample; counted and drafted are the same on all stages. tokens
+        and rows may be overwritten at once.
 
         step: a number that increases with each publication.
 
@@ -69,7 +81,7 @@ class TokenBroadcast:
         """
         if tokens is None:
             rows = rows.long()  # a copy: the next step overwrites the step's own columns
-            message = rows.new_empty(self.shape(rows.shape[0], counted=counted))
+            message = rows.new_empty(self.shape(rows.shape[0], counted=counted, drafted=drafted))
         else:
             message = tokens.clone()
         with communication("returning sampled tokens"):
@@ -79,7 +91,7 @@ class TokenBroadcast:
         assert work is not None, "the broadcast is asynchronous"
         if tokens is not None:  # the last of several stages never reads them
             rows, message = rows[:0].long(), message[..., :0]
-        self._in_flight.append(_Publication(step, work, rows, message, counted))
+        self._in_flight.append(_Publication(step, work, rows, message, counted, drafted))
         if len(self._in_flight) > self._depth:
             self._apply(self._in_flight.popleft())
 
@@ -102,6 +114,6 @@ class TokenBroadcast:
             token_ids, *more = token_ids
             if publication.counted:
                 self._refused[rows] = more.pop(0).int()
-            if self._drafts is not None:
+            if publication.drafted and self._drafts is not None:
                 self._drafts[rows] = torch.stack(more, 1)
         self._last_sampled[rows] = token_ids

@@ -24,10 +24,10 @@ class Gained(NamedTuple):
     rows: Tensor
     """int32 [Q]: request rows, each at most once."""
     token_ids: Tensor
-    """int64 [Q, 1 + K] oldest first; NO_TOKEN (-1) after the last one. A row whose first entry is
-    NO_TOKEN has failed."""
+    """int64 [Q, 1 + K], or [Q, 1] after a step without drafts: oldest first; NO_TOKEN (-1) after
+    the last one. A row whose first entry is NO_TOKEN has failed."""
     counts: Tensor
-    """int32 [Q] tokens gained, 0 to 1 + K."""
+    """int32 [Q] tokens gained, 0 to the number of columns."""
     ends: "RowEnds | None" = None
     """Set for a StepFollower alone."""
 
@@ -74,9 +74,12 @@ class Drafter(Protocol):
         """Begin to follow new requests in these rows, each with all tokens that it has. A request
         that resumes after a failure, a preemption or under another driver begins again."""
 
+    def gain(self, gained: Gained) -> None:
+        """Follow the tokens that rows have gained. Never waits for the device."""
+
     def propose(self, gained: Gained) -> Tensor:
-        """Follow the tokens that rows have gained, and return int64 [Q, K]: the drafts of their
-        next tokens, NO_PROPOSAL where there is none. Never waits for the device."""
+        """Do what `gain` does, and return int64 [Q, K]: the drafts of the rows' next tokens,
+        NO_PROPOSAL where there is none. Never waits for the device."""
 
     def forget(self) -> None:
         """Drop all rows: before a new driver, or new weights."""

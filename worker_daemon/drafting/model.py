@@ -69,6 +69,9 @@ class ModelDrafter:
         """See StepFollower."""
         self._forward(step.token_ids, step.positions, step.metadata)
 
+    def gain(self, gained: Gained) -> None:
+        """See Drafter: the step itself has computed the tokens (`follow`)."""
+
     @torch.inference_mode()
     def propose(self, gained: Gained) -> Tensor:
         """See Drafter."""

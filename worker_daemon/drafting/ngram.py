@@ -49,9 +49,13 @@ class NgramDrafter:
         """See Drafter."""
         self._texts.begin(slots, tokens)
 
-    def propose(self, gained: Gained) -> Tensor:
+    def gain(self, gained: Gained) -> None:
         """See Drafter."""
         self._texts.gain(gained)
+
+    def propose(self, gained: Gained) -> Tensor:
+        """See Drafter."""
+        self.gain(gained)
         return self._texts.continuations(gained.rows, self._matching)
 
     def forget(self) -> None:

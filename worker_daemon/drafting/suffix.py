@@ -69,10 +69,14 @@ class SuffixDrafter:
         self._kept.requests[header[0]] = header[1].int()
         self._kept.writing.index_fill_(0, header[0], -1)
 
-    def propose(self, gained: Gained) -> Tensor:
+    def gain(self, gained: Gained) -> None:
         """See Drafter."""
         self._texts.gain(gained)
         self._kernels.keep(self._kept, gained.rows, gained.token_ids, gained.counts)
+
+    def propose(self, gained: Gained) -> Tensor:
+        """See Drafter."""
+        self.gain(gained)
         return self._kernels.vote(self._texts.table, self._kept, gained.rows, self._matching)
 
     def forget(self) -> None:

@@ -283,7 +283,7 @@ class InputBuilder:
             delivery=None,
             has_drafts=has_drafts,
         )
-        return Unsampled(rows, None, none, step.step_values)
+        return Unsampled(rows, None, none, step.step_values, skips_drafts=step.skips_drafts)
 
     def _fill_query_starts(self, query_start_loc: Int32s, step: ScheduledStep) -> None:
         """Fill in the starts of sequences; the last entry is the number of tokens that are not

@@ -93,7 +93,14 @@ class SoleStage:
         reports: tuple[Report, ...] = ()
         if step.pooling is not None or self._parts.has_reports_of_forward:
             reports = self._sampler.report_forward(step, output.hidden)
-        return Unsampled(inputs.sample_rows, output.chosen, self._ok, step.step_values, reports)
+        return Unsampled(
+            inputs.sample_rows,
+            output.chosen,
+            self._ok,
+            step.step_values,
+            reports,
+            step.skips_drafts,
+        )
 
     def sample(self, step: Unsampled, identity: ReplyIdentity) -> PendingOutput | None:
         """See Stage. The forward pass has already given the rows their most likely tokens: a row
@@ -115,7 +122,7 @@ class SoleStage:
                 self._inputs.tables.last_sampled[newest] = rows.newest_of(sampled.token_ids)
             reply = self.replies.of_tokens(identity, rows, sampled, step.status)
         if self._sampler.drafter is not None:
-            self._sampler.draft(rows, sampled)
+            self._sampler.draft(step, sampled)
         return reply
 
     def sample_later(

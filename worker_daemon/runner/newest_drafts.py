@@ -31,6 +31,7 @@ def read_drafts(state: RequestState, next_tokens: Tensor) -> NewestDrafts:
         return NO_ROWS
     newest = next_tokens[step.slots].cpu().numpy()
     drafted = (step.num_samples > 0) & ~state.counts.unsampled[step.slots] & (newest[:, 0] >= 0)
+    drafted &= not step.skips_drafts
     counts = np.where(drafted, newest.shape[1] - 1, 0)
     return NewestDrafts(
         tuple(state.req_ids[slot] for slot in step.slots.tolist()),

@@ -55,6 +55,8 @@ class _Due:
     """Rows whose tokens are to be returned."""
     has_drafts: bool = False
     """True if some of their tokens are drafts."""
+    skips_drafts: bool = False
+    """True if no drafts come with the tokens."""
     seq: int = 0
     num_tokens: int = 0
     sends: bool = False
@@ -105,7 +107,8 @@ class PipelineStage:
         self._send(due, output.hidden, self._failed if self._state.has_failed else status)
         last = self._sampler
         reports = () if last is None else last.report_forward(step, output.hidden)
-        return Unsampled(inputs.sample_rows, output.chosen, status, step.step_values, reports)
+        rows, values = inputs.sample_rows, step.step_values
+        return Unsampled(rows, output.chosen, status, values, reports, step.skips_drafts)
 
     def sample(self, step: Unsampled, identity: ReplyIdentity) -> PendingOutput | None:
         """Sample and return the tokens to the other stages, or start to receive them."""
@@ -122,7 +125,7 @@ class PipelineStage:
         if self._sampler.drafter is not None:  # it, or those who read its drafts, read them
             newest = tokens.reshape(-1, slots.shape[0])[0]
             self._inputs.tables.last_sampled[slots.long()] = newest
-        drafts = self._sampler.draft(rows, sampled)
+        drafts = self._sampler.draft(step, sampled)
         if drafts is not None:
             tokens = torch.cat((tokens.reshape(-1, slots.shape[0]), drafts.T))
         self._publish(slots, tokens, counted=counted)
@@ -135,6 +138,7 @@ class PipelineStage:
         self._due = _Due(slots)
         step = take()
         self._due.has_drafts = step.rows.has_drafts
+        self._due.skips_drafts = step.skips_drafts
         if step.chosen is None:
             self.give_up()
             return None
@@ -159,7 +163,8 @@ class PipelineStage:
             slots = upload(due.slots, self._failed.device)
             parts = self._state.parts
             counted = due.has_drafts or parts.any_may_refuse(parts.used_by(due.slots))
-            shape = self._neighbours.tokens.shape(due.slots.size, counted=counted)
+            drafted = not due.skips_drafts
+            shape = self._neighbours.tokens.shape(due.slots.size, counted=counted, drafted=drafted)
             zeros = None if self._sampler is None else slots.new_zeros(shape)
             self._publish(slots, zeros, counted=counted)
         return True
@@ -182,7 +187,9 @@ class PipelineStage:
         sends = self._neighbours.outbound is not None
         num_tokens = step.total_num_tokens
         has_drafts = step.drafts is not None and bool((step.num_samples[samples] > 1).any())
-        self._due = due = _Due(step.slots[samples], has_drafts, step.seq, num_tokens, sends)
+        self._due = due = _Due(
+            step.slots[samples], has_drafts, step.skips_drafts, step.seq, num_tokens, sends
+        )
         if self._neighbours.inbound is not None:
             due.is_torn = True
             due.arrival = self._neighbours.inbound.post(due.num_tokens, due.seq)
@@ -211,5 +218,7 @@ class PipelineStage:
         self._num_published += 1
         self._published[due.slots] = self._num_published
         due.is_torn = True
-        self._neighbours.tokens.publish(self._num_published, slots, tokens, counted=counted)
+        self._neighbours.tokens.publish(
+            self._num_published, slots, tokens, counted=counted, drafted=not due.skips_drafts
+        )
         due.is_torn, due.slots = False, _NO_SLOTS

@@ -262,6 +262,7 @@ class RequestState:
         return ScheduledStep(
             step.seq, batch.slots, batch.one_each, starts, batch.ends, batch.slots.size,
             batch.longest, batch.one_each, (), updates, None, NO_STEP_VALUES, None, batch,
+            None, False, None, step.skip_drafts,
         )  # fmt: skip
 
     def _accept(self, step: ExecuteModel, checked: CheckedStep) -> ScheduledStep:

@@ -200,12 +200,14 @@ class Unsampled(NamedTuple):
     reports: tuple[Report, ...] = ()
     """Reports of the forward pass, such as the outputs of requests that pool. They do not wait for
     the step's sampling."""
+    skips_drafts: bool = False
+    """See ScheduledStep."""
 
     def keep(self, kept: Int64s, used: int) -> "Unsampled":
         """Return a copy of these rows only, without reports, which no later step overwrites. kept
         int64 [R'] indexes the rows; used: the bits of the parts that these use."""
         chosen = None if self.chosen is None else self.chosen.keep(kept)
-        return Unsampled(self.rows.keep(kept, used), chosen, self.status, self.step_values)
+        return self._replace(rows=self.rows.keep(kept, used), chosen=chosen, reports=())
 
     def take(self, taken: Int64s, used: int, later: StepExtensions) -> "Unsampled":
         """Return these rows only, without reports, to be sampled now. taken int64 [R'] indexes the
@@ -215,4 +217,4 @@ class Unsampled(NamedTuple):
         chosen = self.chosen
         if chosen is not None and taken.size < self.rows.slots_np.size:
             chosen = chosen.keep(taken, by_logits=bool(rows.used | step_values.used))
-        return Unsampled(rows, chosen, self.status, step_values)
+        return self._replace(rows=rows, chosen=chosen, step_values=step_values, reports=())

@@ -173,6 +173,8 @@ class ScheduledStep(NamedTuple):
     """True if a request samples more than one token."""
     drafts: Drafts | None = None
     """None: no token is a draft."""
+    skips_drafts: bool = False
+    """The last stage makes no drafts after it."""
 
 
 def blocks_before_window(num_computed: Int32s, group: BlockGroup) -> Int32s:

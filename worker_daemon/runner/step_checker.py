@@ -486,6 +486,7 @@ class StepChecker:
             pooling=pooling,
             has_several=bool(step.num_samples or step.num_drafts) and int(num_samples.max()) > 1,
             drafts=drafts,
+            skips_drafts=step.skip_drafts,
         )
         return CheckedStep(scheduled, batch, counts, capacity, tokens)
 

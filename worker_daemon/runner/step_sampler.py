@@ -32,6 +32,7 @@ class StepSampler:
         self._parts = parts
         self._tables = tables
         self.drafter = drafter
+        self._one = torch.ones_like(tables.refused)
 
     def report_forward(self, step: ScheduledStep, hidden: Tensor) -> tuple[Report, ...]:
         """Return the parts' reports of a step's forward pass, including pooled outputs. hidden [N,
@@ -93,18 +94,22 @@ class StepSampler:
         newest = self._tables.last_sampled[rows.newest_of(rows.slots).long()]
         return torch.stack((newest, sampled.total.long()))
 
-    def draft(self, rows: SampleRows, sampled: SamplerOutput) -> Tensor | None:
-        """Let the drafter make drafts of the rows' next tokens, and write them to the rows. Return
-        them, int64 [Q, K]; None without a drafter."""
+    def draft(self, step: Unsampled, sampled: SamplerOutput) -> Tensor | None:
+        """Let the drafter follow what the rows have gained, and make drafts of their next tokens,
+        unless the step skips them. Write these to the rows, and return them, int64 [Q, K]; None
+        without a drafter or drafts."""
         if self.drafter is None:
             return None
-        gained = sampled.gained
+        rows, gained = step.rows, sampled.gained
         if gained is None:
             gained = self._one_each(rows, sampled)
+        if step.skips_drafts:
+            self.drafter.gain(gained)
+            return None
         if self.drafter.follower is not None:
             gained = gained._replace(ends=self._ends(rows, sampled.refused))
         drafts = self.drafter.propose(gained)
-        self._tables.drafts[gained.rows.long()] = drafts
+        self._tables.drafts.index_copy_(0, gained.rows.long(), drafts)
         return drafts
 
     def _ends(self, rows: SampleRows, refused: Tensor | None) -> RowEnds:
@@ -120,10 +125,8 @@ class StepSampler:
     def _one_each(self, rows: SampleRows, sampled: SamplerOutput) -> Gained:
         """Return what rows gain in a step without drafts."""
         own, newest = rows.newest_of(rows.slots), rows.newest_of(sampled.token_ids)
-        token_ids = newest.new_full((own.shape[0], self._tables.next_tokens.shape[1]), NO_TOKEN)
-        counts = torch.ones_like(own)
+        counts = self._one[: own.shape[0]]
         if sampled.refused is not None:
-            counts -= sampled.refused
+            counts = counts - sampled.refused
             newest = newest.masked_fill(sampled.refused > 0, NO_TOKEN)
-        token_ids[:, 0] = newest
-        return Gained(own, token_ids, counts)
+        return Gained(own, newest.unsqueeze(1), counts)

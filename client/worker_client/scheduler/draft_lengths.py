@@ -30,6 +30,10 @@ PROBE_SHARE: Final = 0.005
 """Share of the time that may be spent on steps which only find out more."""
 PROBE_EVERY: Final = 16
 """Steps from one such step to the next at least, however little it costs."""
+RESTS_AFTER: Final = 16
+"""Steps in a row for which no drafts are chosen, after which the device makes none."""
+MOST_SKIPPED: Final = 1024
+"""Steps of which it is known that the device has made no drafts after them."""
 FIRST_PROBE: Final = 3
 """Steps before the first one, which has no drafts and may cost what it will, and twice as many
 before each further one until the cost of a token is known: steps with prompts tell nothing."""
@@ -193,11 +197,19 @@ class DraftLengths:
         """Time that may be spent on probes."""
         self._num_choices = 0
         self._last_probe = self._num_probes = 0
+        self._num_idle = 0
+        """Choices in a row without drafts."""
+        self._skipped: dict[int, None] = {}
+        """Last steps after which the device has made no drafts, the oldest first."""
+        self.asks = True
+        """The device is to make drafts after the next step."""
         self._on_change = on_change
 
     def choose(self, requests: Sequence[Request]) -> Mapping[str, int]:
         """Return the drafts of each request that is to have some. requests: all that decode."""
         if not requests:
+            return {}
+        if self._rests(requests):
             return {}
         room = np.array([max(0, min(self._most, own.most_drafts)) for own in requests])
         if not room.any():
@@ -212,13 +224,32 @@ class DraftLengths:
         best = int(np.argmax(gained / times))
         counts = np.bincount(owners[order[:best]], minlength=len(requests))
         self._note_choice(requests, counts)
-        counts = self._probe(
-            len(requests), counts, np.array(room), float(gained[best] / times[best])
-        )
+        on_device = np.array([own.traits.may_draft for own in requests])
+        self._num_idle = 0 if counts[on_device].any() else self._num_idle + 1
+        self.asks = self._num_idle < RESTS_AFTER or not self._costs.has_slope
+        is_there = ~on_device | [own.last_step not in self._skipped for own in requests]
+        rate = float(gained[best] / times[best])
+        counts = self._probe(len(requests), counts, room, rate, is_there) * is_there
         return {request.id: n for request, n in zip(requests, counts.tolist(), strict=True) if n}
 
-    def sent(self, num_rows: int, num_tokens: int, *, only_decodes: bool) -> None:
+    def _rests(self, requests: Sequence[Request]) -> bool:
+        """Return True if drafts have not paid lately, no request has certain ones, and it is not
+        yet time to find out whether they would pay now."""
+        if self.asks or self._num_choices + 1 - self._last_probe >= PROBE_EVERY:
+            return False
+        if any(request.num_expected for request in requests):
+            return False
+        if self._overall.note_choice(has_drafts=False):
+            self._on_change(DraftingChange(None, False, self._overall.rates[0]))
+        self._num_choices += 1
+        return True
+
+    def sent(self, number: int, num_rows: int, num_tokens: int, *, only_decodes: bool) -> None:
         """Note that a step is sent. num_tokens: of requests that decode, with their drafts."""
+        if not self.asks:
+            self._skipped[number] = None
+            if len(self._skipped) > MOST_SKIPPED:
+                del self._skipped[next(iter(self._skipped))]
         now_s, is_alone = self._clock(), not self._in_flight
         self._in_flight.append(_TimedStep(num_rows, num_tokens, only_decodes, now_s, is_alone))
 
@@ -262,12 +293,17 @@ class DraftLengths:
         return owners.astype(np.int64), chances[owners, places].astype(np.float64)
 
     def _probe(
-        self, num_rows: int, counts: NDArray[np.int64], room: NDArray[np.int64], rate: float
+        self,
+        num_rows: int,
+        counts: NDArray[np.int64],
+        room: NDArray[np.int64],
+        rate: float,
+        is_there: NDArray[np.bool_],
     ) -> NDArray[np.int64]:
         """Return other counts, from time to time, to find out more: none at all if the time of
         such a step is not known; else the same number for each request, one after the other where
-        drafts pay, and 1 where they do not. rate: tokens per second of
-        the best choice, as expected."""
+        drafts pay, and 1 where they do not. Drafts that are not there yet are asked for instead.
+        rate: tokens per second of the best choice, as expected. is_there: bool [requests]."""
         total, is_first = int(counts.sum()), not self._costs.has_slope
         wait = FIRST_PROBE << min(self._num_probes, 16) if is_first else PROBE_EVERY
         if self._num_choices - self._last_probe < wait:
@@ -286,6 +322,9 @@ class DraftLengths:
         gained = best_s * rate if num_other > total else num_rows
         cost_s = 0.0 if is_first else max(0.0, float(other_s - gained / rate))
         if cost_s > self._saved_s:
+            return counts
+        if (other > counts)[~is_there].any():
+            self.asks = True
             return counts
         self._saved_s -= cost_s
         self._last_probe = self._num_choices

@@ -242,7 +242,9 @@ class Scheduler:
             self._step_budget.sent(step.load())
         if self._draft_lengths is not None:
             only_decodes, num_tokens = not step.prefills, step.num_decode_tokens
-            self._draft_lengths.sent(len(step.decodes), num_tokens, only_decodes=only_decodes)
+            self._draft_lengths.sent(
+                self._num_steps, len(step.decodes), num_tokens, only_decodes=only_decodes
+            )
         return self._commit(step)
 
     def _commit(self, step: Step) -> SchedulerOutput:
@@ -281,6 +283,7 @@ class Scheduler:
             preempted_req_ids=preempted,
             num_drafts=step.drafts,
             draft_token_ids=expected,
+            skip_drafts=self._draft_lengths is not None and not self._draft_lengths.asks,
         )
 
     def update_from_output(

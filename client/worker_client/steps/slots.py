@@ -79,6 +79,8 @@ class _Change(NamedTuple):
     """Scheduled tokens, decodes included."""
     sampling: StepSampling
     drafts: StepDrafts
+    skips_drafts: bool
+    """See SchedulerOutput.skip_drafts."""
 
 
 class SlotTable:
@@ -175,6 +177,9 @@ class SlotTable:
 
     def _only_decodes(self, output: SchedulerOutput) -> bool:
         """Return True if a step only decodes and appends blocks."""
+        skips: object = output.skip_drafts
+        if type(skips) is not bool:
+            return False
         blocks: object = output.new_block_ids
         if type(blocks) is not dict and not isinstance(blocks, Mapping):
             return False
@@ -372,6 +377,7 @@ class SlotTable:
             new_block_ids=blocks.ids,
             new_block_groups=blocks.groups,
             corrections=notes.corrections,
+            skip_drafts=output.skip_drafts,
         )
         try:
             frames = encode_step(message)
@@ -465,7 +471,7 @@ class SlotTable:
         )
         if isinstance(blocks, StepFault):
             return blocks
-        return _Change(members, blocks, rows, total, sampling, drafts)
+        return _Change(members, blocks, rows, total, sampling, drafts, output.skip_drafts)
 
     def _members(
         self,
@@ -617,6 +623,7 @@ class SlotTable:
             draft_token_ids=draft_ids,
             settled=named(notes.settled) if notes.settled else b"",
             num_samples=_pairs(rows.slots, rows.num_samples, rows.num_samples > 1),
+            skip_drafts=change.skips_drafts,
         )
         return encode_checked(message, [*tokens, *change.sampling.frames], new, self._limits)
 

@@ -155,6 +155,9 @@ def shape_fault(output: SchedulerOutput, num_slots: int = MAX_SLOTS) -> StepFaul
         fault = size_fault(field, value, kind, fix, most)
         if fault is not None:
             return fault
+    given: object = output.skip_drafts
+    if not isinstance(given, bool):
+        return malformed("skip_drafts", given, "give True or False")
     return values_fault(output.extensions)
 
 

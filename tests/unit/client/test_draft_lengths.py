@@ -35,16 +35,19 @@ class Decoding:
     num_expected: int = 0
     traits: Traits = PLAIN
     num_gained: int = field(default=0)
+    last_step: int = -1
 
 
 class Device:
     """Steps that take what a function of their rows and tokens says."""
 
-    def __init__(self, requests, cost_ms, seed=0):
+    def __init__(self, requests, cost_ms, seed=0, drafter_ms=0.0):
+        """drafter_ms: what it takes to make drafts after a step."""
         self.now_s = 0.0
         self.changes = []
         self.lengths = DraftLengths(MOST, 1, lambda: self.now_s, self.changes.append)
         self.requests, self.cost_ms, self.rng = requests, cost_ms, random.Random(seed)
+        self.drafter_ms, self.made_after = drafter_ms, {-1}
         self.in_flight = deque()
         self.drafted = []
         """Drafts of each step, in all."""
@@ -59,13 +62,18 @@ class Device:
                     drafts = self.lengths.choose(self.requests)
                 else:
                     drafts = {request.id: fixed for request in self.requests if fixed}
-                rows = len(self.requests)
+                rows, number = len(self.requests), len(self.drafted)
                 tokens = rows + sum(drafts.values())
-                self.lengths.sent(rows, tokens, only_decodes=True)
-                self.in_flight.append((drafts, tokens))
+                self.lengths.sent(number, rows, tokens, only_decodes=True)
+                makes = self.lengths.asks if fixed is None else bool(fixed)
+                self.made_after |= {number} if makes else set()
+                for request in self.requests:
+                    assert request.id not in drafts or request.last_step in self.made_after
+                    request.last_step = number
+                self.in_flight.append((drafts, tokens, self.drafter_ms * makes))
                 self.drafted.append(tokens - rows)
-            drafts, tokens = self.in_flight.popleft()
-            self.now_s += self.cost_ms(len(self.requests), tokens) / 1000
+            drafts, tokens, drafter_ms = self.in_flight.popleft()
+            self.now_s += (self.cost_ms(len(self.requests), tokens) + drafter_ms) / 1000
             self.lengths.done()
             for request in self.requests:
                 self.num_gained += 1
@@ -143,6 +151,22 @@ def test_probes_cost_less_than_one_percent():
     assert speed >= 0.99 * Device(decoding(16, 0.0), steep).run(2000, 0)
 
 
+@pytest.mark.parametrize("rows", [1, 64])
+def test_a_device_whose_drafts_do_not_pay_makes_none(rows):
+    """Making them takes a fifth of a step here, also where no request has any of them."""
+    device = Device(decoding(rows, 0.0), steep_at_8, drafter_ms=2.0)
+    device.run(300)
+    before = len(device.made_after)
+    speed = device.run(2000)
+    assert speed >= 0.97 * Device(decoding(rows, 0.0), steep_at_8).run(2000, 0)
+    assert len(device.made_after) - before < 200
+    for request in device.requests:
+        request.accuracy = 0.9
+    device.run(3000)
+    best = max(Device(decoding(rows, 0.9), steep_at_8, 0, 2.0).run(600, k) for k in range(MOST + 1))
+    assert device.run(600) >= 0.95 * best
+
+
 def test_a_drafter_that_turns_bad_midway_is_left_out_until_it_is_good_again():
     requests = decoding(8, 0.8)
     device = Device(requests, steep_at_8)
@@ -214,10 +238,10 @@ def test_steps_with_prompts_and_failed_steps_teach_nothing():
     now = [0.0]
     lengths = DraftLengths(MOST, 1, lambda: now[0])
     requests = decoding(2, 0.5)
-    lengths.sent(2, 10, only_decodes=False)
+    lengths.sent(0, 2, 10, only_decodes=False)
     now[0] = 1.0
     lengths.done()
-    lengths.sent(2, 10, only_decodes=True)
+    lengths.sent(1, 2, 10, only_decodes=True)
     lengths.failed(1)
     lengths.done()
     assert lengths.choose(requests) == {"r0": MOST, "r1": MOST}

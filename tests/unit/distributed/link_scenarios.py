@@ -213,44 +213,50 @@ def other_shape(rank, sent, expected, seq):
 
 
 def return_tokens(rank, num_rows, lag, seed):
-    """Publications over rows that are used again and again, some with what the rows have refused;
-    readers collect them late.
+    """Publications over rows that are used again and again, some with what the rows have refused,
+    some with drafts; readers collect them late.
 
-    Returns the number of collects after which some row did not hold its newest token or count. The
-    last stage never reads either, and so keeps none.
+    Returns the number of collects after which some row did not hold its newest token, count or
+    drafts. The last stage never reads any, and so keeps none.
     """
     rng, pauses = random.Random(seed), random.Random(seed + rank)
     last_sampled = torch.zeros(num_rows, dtype=torch.int64)
     refused = torch.zeros(num_rows, dtype=torch.int32)
+    made = torch.zeros((num_rows, 2), dtype=torch.int64)
     state, depth = Member.state, Member.state.pp_size + 2
     tokens = TokenBroadcast(
-        Member.link, last_sampled, refused, num_stages=state.pp_size, depth=depth
+        Member.link, last_sampled, refused, made, num_stages=state.pp_size, depth=depth
     )
-    naive, wrong = [([0] * num_rows, [0] * num_rows)], 0
+    naive, wrong = [([0] * num_rows, [0] * num_rows, [[0, 0]] * num_rows)], 0
     for step in range(1, 60):
         rows = rng.sample(range(num_rows), rng.randint(1, num_rows))
         values = [rng.randrange(1 << 40) for _ in rows]
         counts = [rng.randrange(1 << 20) for _ in rows]
-        counted = rng.random() < 0.5
-        newest, totals = (list(column) for column in naive[-1])
-        for row, value, count in zip(rows, values, counts, strict=True):
+        drafts = [[rng.randrange(1 << 40) for _ in rows] for _ in range(2)]
+        counted, drafted = rng.random() < 0.5, rng.random() < 0.5
+        newest, totals, kept = (list(column) for column in naive[-1])
+        for place, (row, value) in enumerate(zip(rows, values, strict=True)):
             newest[row] = value
-            totals[row] = count if counted else totals[row]
-        naive.append((newest, totals))
-        message = torch.tensor([values, counts] if counted else values)
+            totals[row] = counts[place] if counted else totals[row]
+            kept[row] = [own[place] for own in drafts] if drafted else kept[row]
+        naive.append((newest, totals, kept))
+        lines = [values, *([counts] if counted else []), *(drafts if drafted else [])]
+        message = torch.tensor(lines if len(lines) > 1 else values)
+        assert tuple(message.shape) == tokens.shape(len(rows), counted=counted, drafted=drafted)
         time.sleep(pauses.choice([0, 0, pauses.random() * 0.005]))
         tokens.publish(
             step,
             torch.tensor(rows, dtype=torch.int32),
             message if state.is_last_stage else None,
             counted=counted,
+            drafted=drafted,
         )
         seen = 0 if state.is_last_stage else max(0, step - lag)
         tokens.collect(step - lag)
-        wrong += (last_sampled.tolist(), refused.tolist()) != naive[seen]
+        wrong += (last_sampled.tolist(), refused.tolist(), made.tolist()) != naive[seen]
     tokens.settle()
     last = naive[0 if state.is_last_stage else -1]
-    return wrong + ((last_sampled.tolist(), refused.tolist()) != last)
+    return wrong + ((last_sampled.tolist(), refused.tolist(), made.tolist()) != last)
 
 
 def stage_sums(rank, seed):

@@ -61,11 +61,11 @@ class Others:
         self.reach("send")
         self.log.append(("sent", seq, int(status)))
 
-    def shape(self, num_rows, *, counted):
+    def shape(self, num_rows, *, counted, drafted):
         assert not counted
         return (num_rows,)
 
-    def publish(self, step, rows, news, *, counted):
+    def publish(self, step, rows, news, *, counted, drafted):
         assert not counted
         assert news is None or news.shape == rows.shape
         self.reach("publish")

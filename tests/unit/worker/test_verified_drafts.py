@@ -349,6 +349,29 @@ def test_drafts_that_a_driver_reads_are_those_that_the_next_step_verifies(looked
     looked_up.on_attach()
 
 
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_a_drafter_follows_steps_that_skip_its_drafts(model_root, llama, prompts, method):
+    """New drafts are those of a device that skips none; old ones are verified like others."""
+    worker, head = make_worker(model_root, method), prompts([6], seed=71)[0]
+    try:
+        found = []
+        for skips in ([False] * 9, [True, True, False, True, True, True, False, True, False]):
+            rows = Rows(worker, {1: head * 3, 4: head * 2}, GREEDY, 30)
+            rows.begin()
+            decode = dict.fromkeys(rows.texts, 1)
+            for skip in skips:
+                rows.take(decode, skip_drafts=skip)
+                counts = {len(own) for own in taken(rows.driver).values()}
+                assert counts == {0 if skip else MOST}
+            found.append(taken(rows.driver))
+            rows.take(decode, skip_drafts=True)
+            rows.take(dict.fromkeys(rows.texts, 1 + MOST), dict.fromkeys(rows.texts, [-1] * MOST))
+            rows.check()
+        assert found[0] == found[1]
+    finally:
+        worker.close()
+
+
 def test_without_a_drafter_there_are_no_drafts_to_read(brought, prompts):
     brought.on_attach()
     driver = WorkerDriver(brought)
