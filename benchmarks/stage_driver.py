@@ -195,12 +195,15 @@ class StageDriver:
 
     def decode_frames(self, num_requests: int) -> Frames:
         """Encode a decode of the first num_requests slots, as a driver does."""
-        message = ExecuteModel(
+        return [bytes(frame) for frame in encode_step(self.decode(num_requests))]
+
+    def decode(self, num_requests: int) -> ExecuteModel:
+        """Return a decode of the first num_requests slots."""
+        return ExecuteModel(
             **self.ids(),
             total_num_scheduled_tokens=num_requests,
             scheduled=bitmap(np.arange(num_requests)),
         )
-        return [bytes(frame) for frame in encode_step(message)]
 
     def synchronize(self) -> None:
         """Wait for the device."""

@@ -1,6 +1,6 @@
 """Steps with drafts on a daemon with a GPU, with CUDA graphs and without: greedy tokens are those
 of transformers, whatever drafts them, also when blocks are scarce; a model that drafts for itself
-is always right."""
+is always right, whether its passes are replayed or launched, and however rows sample."""
 
 import random
 import shutil
@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from rpc_schema.config import GraphConfig, SpeculativeConfig
 from tests.support.checkpoints import decisive_prompts, make_checkpoint
+from tests.support.flat_requests import changed
 from tests.support.serving import (
     SHARED_GPU,
     assert_greedy,
@@ -68,10 +69,8 @@ def requests(reference):
     return made
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True])
-@pytest.mark.parametrize("method", METHODS)
-def test_tokens_are_those_of_transformers(endpoints, reference, requests, method, enforce_eager):
-    speculative = SpeculativeConfig(method=method, num_speculative_tokens=3, prompt_lookup_min=1)
+def config_of(reference, method, *, enforce_eager=False, most=3):
+    speculative = SpeculativeConfig(method=method, num_speculative_tokens=most, prompt_lookup_min=1)
     if method == "draft_model":
         speculative = replace(speculative, model=str(reference.path))
     config = worker_config(
@@ -83,7 +82,13 @@ def test_tokens_are_those_of_transformers(endpoints, reference, requests, method
         kv_cache_memory_bytes=64 << 20,
         speculative=speculative,
     )
-    config = replace(config, graph=GraphConfig(enforce_eager=enforce_eager))
+    return replace(config, graph=GraphConfig(enforce_eager=enforce_eager))
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_tokens_are_those_of_transformers(endpoints, reference, requests, method, enforce_eager):
+    config = config_of(reference, method, enforce_eager=enforce_eager)
     with connect(endpoints, config) as (group, loaded):
         run = generate(group, loaded, requests)
         assert_greedy(run, reference, requests)
@@ -94,3 +99,44 @@ def test_tokens_are_those_of_transformers(endpoints, reference, requests, method
     accepted = sum(output.num_accepted for output in run.outputs.values())
     drafted = sum(output.num_drafted for output in run.outputs.values())
     assert accepted > (0.9 * drafted if method == "draft_model" else 0)
+
+
+SAMPLING = [
+    {},
+    {"temperature": 0.8},
+    {"temperature": 1.2, "top_k": 20},
+    {"temperature": 0.9, "top_p": 0.8, "min_p": 0.02},
+]
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_a_model_agrees_with_itself_however_rows_sample(
+    endpoints, reference, requests, enforce_eager
+):
+    """Rows of all kinds beside each other, so that most graphs' rows use some option and none uses
+    all. Rounding may refuse a draft, when two tokens are about as likely."""
+    config = config_of(reference, "draft_model", enforce_eager=enforce_eager, most=4)
+    mixed = [
+        changed(request, seed=SEED + index, **SAMPLING[index % 4])
+        for index, request in enumerate(requests)
+    ]
+    with connect(endpoints, config) as (group, loaded):
+        run = generate(group, loaded, mixed)
+        alone = [generate(group, loaded, [request]) for request in mixed]
+    for each in (run, *alone):
+        accepted = sum(output.num_accepted for output in each.outputs.values())
+        drafted = sum(output.num_drafted for output in each.outputs.values())
+        assert accepted > 0.85 * drafted > 0
+
+
+def num_graphs(group):
+    return int(group.get_status()[0].providers["graphs"])
+
+
+def test_drafts_have_graphs_of_their_own(endpoints, reference):
+    """The passes of a draft model are captured beside the steps, and in none without one."""
+    counts = {}
+    for method in ("ngram", "draft_model"):
+        with connect(endpoints, config_of(reference, method)) as (group, _):
+            counts[method] = num_graphs(group)
+    assert counts["draft_model"] > counts["ngram"] > 0

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from worker_daemon.contracts.arrays import Int32s
 from worker_daemon.contracts.attention import AttentionMetadata
+from worker_daemon.models.decoder import DecoderStage
 
 NO_PROPOSAL: Final = 0
 """In place of a draft. It is a token: a step that is given it as a draft verifies it like any
@@ -62,6 +63,11 @@ and the noise of the rows; NO_TOKEN where logits are NaN. Every rank of a stage 
 calls. Never waits for the device."""
 
 
+Replay: TypeAlias = Callable[[Gained], Tensor | None]
+"""Replays a graph of StepFollower.compute, and returns its result, which is valid until the next
+call; None if there is no graph for these rows."""
+
+
 class Drafter(Protocol):
     """Makes drafts on the last stage. Every rank of a tensor-parallel stage has one, and they
     propose the same. Used on the step thread only."""
@@ -92,9 +98,24 @@ class Drafter(Protocol):
 class StepFollower(Drafter, Protocol):
     """A drafter that is a model: it computes what the target has computed."""
 
+    @property
+    def stage(self) -> DecoderStage:
+        """The whole model."""
+
     def follow(self, step: ComputedStep) -> None:
         """Compute a step's tokens after the target. A CUDA graph may hold the launches, which
         depend on the step's shapes alone."""
+
+    def compute(self, gained: Gained) -> Tensor:
+        """Compute what propose returns. A CUDA graph may hold the launches if it may hold those of
+        ends.choose: they depend on the shapes and on ends.longest alone."""
+
+    def propose_by(self, replay: Replay | None) -> None:
+        """Let propose replay graphs where there are some; None: there are none."""
+
+    def compile_subset(self) -> "StepFollower":
+        """Return a follower that launches the same kernels for a few layers only, to compile and
+        load them."""
 
 
 MakeDrafter: TypeAlias = Callable[[Tensor], Drafter | None]

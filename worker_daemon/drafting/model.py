@@ -19,7 +19,7 @@ from torch import Tensor
 from worker_daemon.contracts.arrays import Int32s
 from worker_daemon.contracts.attention import AttentionMetadata
 from worker_daemon.device.pinned import upload
-from worker_daemon.drafting.interface import ComputedStep, Gained
+from worker_daemon.drafting.interface import ComputedStep, Gained, Replay
 from worker_daemon.drafting.row_texts import DraftLimits
 from worker_daemon.models.decoder import DecoderStage
 
@@ -39,7 +39,7 @@ class ModelDrafter:
         """stage: the whole draft model. pages: one tensor for each of its layers, [num_blocks,
         *page shape], or none under NullAttention. block_table int32 [S + 1, max_blocks]: that of
         the rows, whose entries this object may set to 0 beyond a new row's blocks."""
-        self._stage = stage
+        self.stage = stage
         self._pages = pages
         self._block_table = block_table
         self._block_size = block_size
@@ -47,6 +47,7 @@ class ModelDrafter:
         self._count = torch.arange(
             block_table.shape[0] + 1, dtype=torch.int32, device=block_table.device
         )
+        self._replay: Replay | None = None
 
     @property
     def follower(self) -> "ModelDrafter":
@@ -75,6 +76,22 @@ class ModelDrafter:
     @torch.inference_mode()
     def propose(self, gained: Gained) -> Tensor:
         """See Drafter."""
+        replayed = None if self._replay is None else self._replay(gained)
+        return self.compute(gained) if replayed is None else replayed
+
+    def propose_by(self, replay: Replay | None) -> None:
+        """See StepFollower."""
+        self._replay = replay
+
+    def compile_subset(self) -> "ModelDrafter":
+        """See StepFollower."""
+        stage, kept = self.stage.compile_subset()
+        pages = [self._pages[index] for index in kept] if self._pages else ()
+        return ModelDrafter(stage, pages, self._block_table, self._block_size, self._limits)
+
+    @torch.inference_mode()
+    def compute(self, gained: Gained) -> Tensor:
+        """See StepFollower. Rows that have gained nothing compute position 0, in the null block."""
         ends = gained.ends
         assert ends is not None, "this drafter is a StepFollower"
         num_drafts, last = self._limits.num_drafts, self._limits.max_model_len - 1
@@ -85,19 +102,19 @@ class ModelDrafter:
             (token_ids.shape[0], num_drafts), dtype=torch.int64, device=token_ids.device
         )
         for number in range(num_drafts):
-            positions = ends.positions + number
+            positions = (ends.positions + number) * has_gained
             is_kept = has_gained & (positions <= last)
             positions = positions.clamp(0, last)
             longest = min(ends.longest + number, last) + 1
             metadata = self._metadata(gained.rows, positions, is_kept, longest)
             hidden = self._forward(token_ids, positions, metadata)
-            logits = self._stage.compute_logits(hidden)
+            logits = self.stage.compute_logits(hidden)
             token_ids = ends.choose(logits, positions + 1).clamp(min=0)
             drafts[:, number] = token_ids
         return drafts
 
     def _forward(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
-        stage = self._stage
+        stage = self.stage
         hidden = stage.embed(token_ids)
         return stage.forward(hidden, positions, self._pages, [metadata] * stage.num_layers)
 
@@ -108,7 +125,7 @@ class ModelDrafter:
         to the null block."""
         count, size = rows.shape[0], self._block_size
         blocks = self._block_table[rows.long(), (positions // size).long()]
-        slots = torch.where(is_kept, blocks * size + positions % size, 0)
+        slots = (blocks * size + positions % size) * is_kept
         return AttentionMetadata(
             query_start_loc=self._count[: count + 1],
             seq_lens=positions + 1,

@@ -470,9 +470,10 @@ def whole_model(
     tp: TensorParallel,
     dtype: torch.dtype,
     adapters: AdapterLayout | None = None,
+    ops: LayerOps | None = None,
 ) -> DecoderStage:
-    """Return all layers of one tensor-parallel rank, without memory: for names and shapes.
-    adapters: see build_stage."""
+    """Return all layers of one tensor-parallel rank, without memory: for names and shapes, or to be
+    given memory and an attention. adapters: see build_stage; ops: None for plain torch."""
     return build_stage(
         config,
         range(config.num_hidden_layers),
@@ -483,6 +484,6 @@ def whole_model(
         device=torch.device("meta"),
         max_model_len=1,
         attention=NullAttention(),
-        ops=TorchOps(),
+        ops=TorchOps() if ops is None else ops,
         adapters=adapters,
     )

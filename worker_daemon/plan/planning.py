@@ -48,14 +48,14 @@ from worker_daemon.layers.int4 import Int4Values
 from worker_daemon.layers.quantization import Int4Quantization
 from worker_daemon.layers.rotary import Rope, table_bytes
 from worker_daemon.layers.torch_ops import TorchOps
-from worker_daemon.models.decoder import DecoderStage
+from worker_daemon.models.decoder import DecoderStage, whole_model
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.expert_tensors import is_stack_of_experts
 from worker_daemon.models.partition import check_partition, partition_layers
 from worker_daemon.plan.step_memory import StageWidths, estimate_step_bytes
 from worker_daemon.runner.kv_cache import describe_drafts, describe_layers
 from worker_daemon.runner.scheduled_step import StepLimits
-from worker_daemon.worker.draft_model import draft_stage, find_draft, layers_of
+from worker_daemon.worker.draft_model import find_draft, layers_of
 from worker_daemon.worker.resolve import (
     ResolvedModel,
     check_cache,
@@ -467,7 +467,7 @@ def _measure(
     specs = describe_layers(stage.kv_layer_specs, cache_dtype)
     weights_bytes, ropes = stage.num_parameters_bytes, stage.ropes
     if draft is not None:
-        drafting = draft_stage(draft, tp, TorchOps())
+        drafting = whole_model(draft.decoder, tp, draft.dtype)
         specs += describe_drafts(layers_of(drafting, draft.dtype))
         weights_bytes += drafting.num_parameters_bytes
         ropes += drafting.ropes

@@ -1,7 +1,8 @@
 """Assembles a model runner from its parts, by the rank's place in the group."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -27,6 +28,11 @@ from worker_daemon.runner.model_runner import ModelRunner, SoleStage, Stage
 from worker_daemon.runner.output import StepReplies
 from worker_daemon.runner.parts.registry import make_parts
 from worker_daemon.runner.pipeline_stage import Neighbours, PipelineStage
+from worker_daemon.runner.proposal_graphs import (
+    DraftModelProposals,
+    ProposalInputs,
+    Proposals,
+)
 from worker_daemon.runner.replica_counts import ReplicaCounts
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.row_tables import RowKernels, RowTables
@@ -35,12 +41,14 @@ from worker_daemon.runner.stage_program import EagerProgram
 from worker_daemon.runner.staging import OpenStaging
 from worker_daemon.runner.step_layout import (
     ExactShapes,
+    ProposalLadder,
     StepLadder,
     decode_sizes,
     drafted_counts,
     largest_shape,
     mixed_plans,
     mixed_sizes,
+    proposal_sizes,
 )
 from worker_daemon.runner.step_sampler import StepSampler
 from worker_daemon.runner.token_history import SampledTokens, TokenHistory
@@ -183,25 +191,10 @@ def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool)
     if parts.device.type != "cuda" or enforce_eager or not parts.stage.kv_layer_specs:
         return StepGraphs()
     limits = runner.state.limits
-    specs = [spec for spec in parts.stage.kv_layer_specs if isinstance(spec, KVLayerSpec)]
-    # A latent is read like one KV head that all query heads share.
-    num_kv_heads = specs[0].num_kv_heads if specs else 1
-    device_limits = DeviceLimits.of(parts.device)
-    has_fp8_cache = bool(parts.stage.kv_scales)
     num_groups = limits.num_groups
-
-    def bounds(num_seqs: int) -> list[int]:
-        return length_bounds(
-            num_seqs,
-            num_kv_heads,
-            limits.max_model_len,
-            device_limits,
-            has_fp8_cache=has_fp8_cache,
-        )
-
     ladder = StepLadder(
         decode_sizes(limits.max_num_seqs) if limits.generates else [],
-        bounds,
+        _length_bounds(parts.stage, limits, parts.device),
         mixed_plans(
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
@@ -222,4 +215,33 @@ def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool)
         torch.zeros((arriving, parts.hidden_size), dtype=parts.dtype, device=parts.device),
         parts.capture_stream,
         holds_communication=parts.parallel.tp_size > 1,
+        proposals=_proposals(runner, parts.device),
+    )
+
+
+def _proposals(runner: ModelRunner, device: torch.device) -> Proposals:
+    """Return those of the runner's draft model, if it has one."""
+    drafter, limits = runner.inputs.drafter, runner.state.limits
+    follower = None if drafter is None else drafter.follower
+    if follower is None:
+        return Proposals()
+    sizes = proposal_sizes(limits.max_num_seqs)
+    inputs = ProposalInputs(sizes[-1], limits.max_drafts, runner.state.parts.chooser, device)
+    ladder = ProposalLadder(sizes, _length_bounds(follower.stage, limits, device))
+    return DraftModelProposals(follower, ladder, inputs)
+
+
+def _length_bounds(
+    stage: DecoderStage, limits: StepLimits, device: torch.device
+) -> Callable[[int], list[int]]:
+    """Return what bounds the context lengths of so many decodes through a stage's layers."""
+    specs = [spec for spec in stage.kv_layer_specs if isinstance(spec, KVLayerSpec)]
+    # A latent is read like one KV head that all query heads share.
+    num_kv_heads = specs[0].num_kv_heads if specs else 1
+    return partial(
+        length_bounds,
+        num_kv_heads=num_kv_heads,
+        longest=limits.max_model_len,
+        limits=DeviceLimits.of(device),
+        has_fp8_cache=bool(stage.kv_scales),
     )

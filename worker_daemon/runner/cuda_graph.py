@@ -7,19 +7,24 @@ capture; all of these stay where they are while the runner lives.
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Final, NamedTuple
+from functools import partial
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from worker_daemon.drafting.interface import Replay
+from worker_daemon.runner.graph_recorder import GraphRecorder, Recorded
 from worker_daemon.runner.input_batch import StepInputs
 from worker_daemon.runner.model_runner import ModelRunner
+from worker_daemon.runner.proposal_graphs import Proposals
 from worker_daemon.runner.stage_program import EagerProgram, StageOutput
 from worker_daemon.runner.step_layout import ExactShapes, StepLadder, StepPlan
 
 SAMPLED_GRAPHS: Final = 8
 """One of this many graphs is captured, to measure the memory of the others."""
+
+_Plan = TypeVar("_Plan")
 
 
 class StepGraphs:
@@ -55,6 +60,13 @@ class StepGraphs:
         communicators."""
 
 
+class _Captured(NamedTuple):
+    """All graphs of a runner, which share a pool."""
+
+    program: "GraphedProgram"
+    proposals: Replay | None
+
+
 class LadderGraphs(StepGraphs):
     """Captured graphs for the steps of a ladder. Kept by the worker together with the runner."""
 
@@ -66,45 +78,54 @@ class LadderGraphs(StepGraphs):
         stream: torch.cuda.Stream | None,
         *,
         holds_communication: bool,
+        proposals: Proposals | None = None,
     ) -> None:
-        """arrived, stream: see GraphedProgram; holds_communication: the program calls
-        collectives."""
+        """arrived: see GraphedProgram; stream: see GraphRecorder; holds_communication: the program
+        calls collectives; proposals: those of the runner's draft model."""
         self._ladder = ladder
         self._stream = stream
         self._eager = eager
         self._arrived = arrived
         self._holds_communication = holds_communication
-        self._program: GraphedProgram | None = None
+        self._proposals = Proposals() if proposals is None else proposals
+        self._captured: _Captured | None = None
         """None before the first capture, and after the graphs were dropped."""
 
     def launch(self, runner: ModelRunner) -> None:
-        program = GraphedProgram(self._eager.compile_subset(), self._arrived, self._stream)
+        eager, recorder = self._eager.compile_subset(), GraphRecorder(self._stream)
+        program = GraphedProgram(eager, self._arrived, recorder)
         program.launch(self._plans(runner), runner.inputs.padding)
+        # A pool whose graphs are gone takes no further ones.
+        self._proposals.launch(GraphRecorder(self._stream))
 
     def capture(self, runner: ModelRunner) -> None:
-        program = GraphedProgram(self._eager, self._arrived, self._stream)
-        plans = self._plans(runner)
+        recorder, plans = GraphRecorder(self._stream), self._plans(runner)
+        program = GraphedProgram(self._eager, self._arrived, recorder)
         program.capture(plans, runner.inputs.padding)
-        runner.inputs.pad_by(self._ladder, plans)
-        runner.use(program)
-        self._program = program
-        self.count = len(plans)
+        proposals = self._proposals.capture(recorder, self._proposals.plans)
+        self._captured = _Captured(program, proposals)
+        self.count = len(plans) + len(self._proposals.plans)
+        self._use(runner, self._captured, plans)
 
     def estimate_bytes(self, runner: ModelRunner, used_bytes: Callable[[], int]) -> int:
-        """Estimate from samples: the largest graph of either kind allocates the pool that all
+        """Estimate from samples: the largest graph of each kind allocates the pool that all
         others share, and a few others show how much each adds (its kernels' arguments, its
         outputs)."""
-        program = GraphedProgram(self._eager, self._arrived, self._stream)
+        recorder, proposals = GraphRecorder(self._stream), self._proposals
+        program = GraphedProgram(self._eager, self._arrived, recorder)
         largest, others = _split_plans(self._plans(runner))
         before = used_bytes()
         program.capture(largest, runner.inputs.padding)
-        with_largest = used_bytes()
-        taken = self._arrived.nbytes + max(0, with_largest - before)
-        sample = others[::SAMPLED_GRAPHS]
-        if sample:
-            program.capture(sample, runner.inputs.padding)
-            each = max(0, used_bytes() - with_largest) / len(sample)
-            taken += math.ceil(each * len(others))
+        kept = [proposals.capture(recorder, proposals.plans[:1])]
+        taken = self._arrived.nbytes + proposals.num_bytes + max(0, used_bytes() - before)
+        taken += _estimate(
+            others, lambda sample: program.capture(sample, runner.inputs.padding), used_bytes
+        )
+        taken += _estimate(
+            proposals.plans[1:],
+            lambda sample: kept.append(proposals.capture(recorder, sample)),
+            used_bytes,
+        )
         return taken
 
     def _plans(self, runner: ModelRunner) -> list[StepPlan]:
@@ -113,52 +134,50 @@ class LadderGraphs(StepGraphs):
     def before_relink(self, runner: ModelRunner) -> None:
         if self._holds_communication:
             self.set_aside(runner)
-            self._program = None
+            self._captured = None
             self.count = 0
 
     def set_aside(self, runner: ModelRunner) -> None:
         runner.inputs.pad_by(ExactShapes(), ())
         runner.use(self._eager)
+        self._proposals.use(None)
 
     def restore(self, runner: ModelRunner) -> None:
-        if self._program is not None:
-            runner.inputs.pad_by(self._ladder, ())  # their views are kept
-            runner.use(self._program)
+        if self._captured is not None:
+            self._use(runner, self._captured, ())  # their views are kept
             return
         # Free the pool of the dropped graphs, because the new ones get another pool. It cannot be
         # freed earlier: freeing waits for kernels, which may wait for a peer until the link ends.
         torch.cuda.empty_cache()
         self.capture(runner)
 
-
-class _Captured(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    output: StageOutput
+    def _use(self, runner: ModelRunner, captured: _Captured, plans: Sequence[StepPlan]) -> None:
+        """plans: see InputBuilder.pad_by."""
+        runner.inputs.pad_by(self._ladder, plans)
+        runner.use(captured.program)
+        self._proposals.use(captured.proposals)
 
 
 class GraphedProgram:
     """Replays the graph of a step's plan; a plan without one runs eagerly."""
 
-    def __init__(
-        self, eager: EagerProgram, arrived: Tensor, stream: torch.cuda.Stream | None
-    ) -> None:
+    def __init__(self, eager: EagerProgram, arrived: Tensor, recorder: GraphRecorder) -> None:
         """arrived: [N, H], N the tokens of the largest plan: the buffer from which graphs read the
-        previous stage's output; [0, H] on the first stage. stream: on which graphs are captured."""
+        previous stage's output; [0, H] on the first stage."""
         self._eager = eager
         self._arrived = arrived
-        self._graphs: dict[StepPlan, _Captured] = {}
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = stream
+        self._graphs: dict[StepPlan, Recorded[StageOutput]] = {}
+        self._recorder = recorder
 
     def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
-        captured = self._graphs.get(inputs.plan)
-        if captured is None:
+        recorded = self._graphs.get(inputs.plan)
+        if recorded is None:
             return self._eager.run(inputs, arrived)
         if arrived.shape[0]:
             self._arrived[: arrived.shape[0]].copy_(arrived)
-        captured.graph.replay()
+        recorded.graph.replay()
         inputs.packed.taken()
-        return captured.output
+        return recorded.output
 
     @torch.inference_mode()
     def launch(self, plans: Sequence[StepPlan], padding: Callable[[StepPlan], StepInputs]) -> None:
@@ -167,7 +186,8 @@ class GraphedProgram:
         for plan in plans:
             arrived = self._arrived[: plan.shape.num_tokens]
             # Libraries load their kernels at their first use, which is here.
-            dropped.append(self._record(padding(plan), arrived, "relaxed"))
+            compute = partial(self._compute, padding(plan), arrived)
+            dropped.append(self._recorder.record(compute, "relaxed"))
 
     @torch.inference_mode()
     def capture(self, plans: Sequence[StepPlan], padding: Callable[[StepPlan], StepInputs]) -> None:
@@ -183,27 +203,27 @@ class GraphedProgram:
             inputs = padding(plan)
             arrived = self._arrived[: plan.shape.num_tokens]
             thin.run(inputs, arrived)
-            self._graphs[plan] = self._record(inputs, arrived)
+            self._graphs[plan] = self._recorder.record(partial(self._compute, inputs, arrived))
             self.run(padding(plan), arrived)
 
-    def _record(
-        self, inputs: StepInputs, arrived: Tensor, error_mode: str = "thread_local"
-    ) -> _Captured:
-        """Capture a graph as torch.cuda.graph does, without collecting garbage each time."""
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(self._stream):
-            # Other threads of the process (a communicator's watchdog) may call CUDA meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode=error_mode)
-            try:
-                inputs.packed.take()
-                output = self._eager.compute(inputs, arrived)
-            except BaseException:
-                with suppress(RuntimeError):  # the first error names the cause
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        return _Captured(graph, output)
+    def _compute(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
+        inputs.packed.take()
+        return self._eager.compute(inputs, arrived)
+
+
+def _estimate(
+    plans: Sequence[_Plan],
+    capture: Callable[[Sequence[_Plan]], None],
+    used_bytes: Callable[[], int],
+) -> int:
+    """Estimate what graphs of plans take beside the pool, by capturing some of them."""
+    sample = plans[::SAMPLED_GRAPHS]
+    if not sample:
+        return 0
+    before = used_bytes()
+    capture(sample)
+    each = max(0, used_bytes() - before) / len(sample)
+    return math.ceil(each * len(plans))
 
 
 def _split_plans(plans: Sequence[StepPlan]) -> tuple[list[StepPlan], list[StepPlan]]:

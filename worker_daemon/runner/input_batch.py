@@ -103,12 +103,14 @@ class InputBuilder:
     def with_parts(self, plans: Sequence[StepPlan]) -> list[StepPlan]:
         """Return each plan for every choice of parts around the forward pass that has graphs. The
         plan without such parts comes last. If steps may have drafts, also those of such steps."""
+        corrected, exact = [], [plan for plan in plans if not plan.shape.num_corrected]
+        if self._state.limits.max_drafts:
+            corrected = [plan.corrected() for plan in plans if plan.max_query_len > 1]
         keys = self._parts.graph_keys()
-        exact = [plan for plan in plans if not plan.shape.num_corrected]
-        extended = [self._parts.extended(plan, key) for plan in exact for key in keys]
-        if not self._state.limits.max_drafts:
-            return extended
-        return [*(plan.corrected() for plan in plans if plan.max_query_len > 1), *extended]
+        extended = (
+            self._parts.extended(plan, key) for plan in (*corrected, *exact) for key in keys
+        )
+        return list(dict.fromkeys(extended))  # a part that may refuse tokens corrects every plan
 
     def pad_by(self, ladder: ExactShapes, plans: Sequence[StepPlan]) -> None:
         """Pad steps by another ladder from now on. plans: its recurring plans."""

@@ -71,8 +71,9 @@ class EagerProgram:
         load them."""
         stage, kept = self._stage.compile_subset()
         kv = [self._kv[index] for index in kept] if self._kv else ()
+        follower = None if self._follower is None else self._follower.compile_subset()
         return EagerProgram(
-            stage, self._tables, kv, self._parts, self._tokens, self._logits, self._follower
+            stage, self._tables, kv, self._parts, self._tokens, self._logits, follower
         )
 
     def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
@@ -106,9 +107,9 @@ class EagerProgram:
 
     @torch.inference_mode()
     def launch_layers(self, hidden: Tensor, query_lens: Int32s, seq_lens: Int32s) -> None:
-        """Launch the layers of a step inside compiling_ahead, where launches only request their
-        kernels. hidden [N, H], of any values. query_lens, seq_lens int32 [B]: each sequence's
-        tokens in the step, and its context length."""
+        """Launch the layers of a step, and the follower's, inside compiling_ahead, where launches
+        only request their kernels. hidden [N, H], of any values. query_lens, seq_lens int32 [B]:
+        each sequence's tokens in the step, and its context length."""
         device = self._tables.device
         zeros = torch.zeros(hidden.shape[0], dtype=torch.int64, device=device)
         column = torch.zeros(query_lens.size + 1, dtype=torch.int32, device=device)
@@ -130,6 +131,8 @@ class EagerProgram:
         ]
         layers = [by_group[group] for group in self._layer_groups]
         self._stage.forward(hidden, zeros.int(), self._kv_caches, layers)
+        if self._follower is not None:
+            self._follower.follow(ComputedStep(zeros, hidden, zeros.int(), by_group[0]))
 
     @torch.inference_mode()
     def launch_sampling(self, num_rows: int) -> None:

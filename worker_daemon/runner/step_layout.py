@@ -23,6 +23,10 @@ steps."""
 MOST_PADDING = 2
 """A decode with drafts is padded to at most this many times its tokens."""
 
+PROPOSAL_SIZES = (*DRAFTED_SIZES, 192, 256, 384, MAX_GRAPH_SEQS)
+"""Numbers of rows to which a draft model's passes after a step are padded; it is small, so that
+padding costs little."""
+
 LARGE_MIXED_SIZES = (*range(640, 1025, 128), *range(1280, 2049, 256), *range(2560, 4097, 512))
 """Further ones, used if the device computes a layer faster than the host launches it."""
 
@@ -250,6 +254,45 @@ class StepLadder(ExactShapes):
             ):
                 return plan
         return None
+
+
+class ProposalPlan(NamedTuple):
+    """Everything that the launches of a draft model after a step depend on."""
+
+    num_seqs: int
+    """Rows, padding included."""
+    max_seq_len: int
+    """Upper bound of the rows' lengths before the first draft."""
+
+
+class ProposalLadder:
+    """Pads the rows for which a draft model makes drafts to the next of a few numbers."""
+
+    def __init__(self, sizes: Sequence[int], length_bounds: Callable[[int], Sequence[int]]) -> None:
+        """sizes: ascending. length_bounds: see StepLadder."""
+        self._plans = [
+            [ProposalPlan(size, bound) for bound in length_bounds(size)] for size in sizes
+        ]
+        self._plans_by_count = _by_count(sizes, self._plans)
+
+    @property
+    def plans(self) -> list[ProposalPlan]:
+        """All plans, the largest first."""
+        return [plan for plans in reversed(self._plans) for plan in reversed(plans)]
+
+    def fit(self, num_seqs: int, longest: int) -> ProposalPlan | None:
+        """Return the plan for rows (at least one) whose last tokens have positions up to longest;
+        None if it is none of the ladder's."""
+        if num_seqs > len(self._plans_by_count):
+            return None
+        plans = self._plans_by_count[num_seqs - 1]
+        return next((plan for plan in plans if longest < plan.max_seq_len), None)
+
+
+def proposal_sizes(max_num_seqs: int) -> list[int]:
+    """Return the sizes of a ProposalLadder; the last one is max_num_seqs, or the largest."""
+    fitting = [size for size in PROPOSAL_SIZES if size < max_num_seqs]
+    return fitting if fitting == [*PROPOSAL_SIZES] else [*fitting, max_num_seqs]
 
 
 def _by_count(sizes: Sequence[int], entries: Sequence[_Entry]) -> list[_Entry]:

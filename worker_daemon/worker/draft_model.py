@@ -10,15 +10,13 @@ from torch import Tensor
 
 from rpc_schema.config import ModelConfig, SpeculativeConfig
 from rpc_schema.errors import CheckpointError, ConfigError
-from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.device.init import supports
-from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.errors import config_error
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.attention_choice import ChosenAttention
 from worker_daemon.layers.cache_spec import StateLayerSpec
 from worker_daemon.layers.rotary import rotary_table
-from worker_daemon.models.decoder import DecoderStage, build_stage, checkpoint_pieces
+from worker_daemon.models.decoder import DecoderStage, checkpoint_pieces, whole_model
 from worker_daemon.models.partition import check_partition
 from worker_daemon.models.weights import check_checkpoint
 from worker_daemon.phases import SetPhase
@@ -117,25 +115,10 @@ def build_draft(found: tuple[ModelConfig, ResolvedModel], place: RankPlace) -> D
         if not supports(place.device, resolved.dtype):
             problem = "this device does not support this dtype"
             raise config_error("dtype", str(resolved.dtype), problem, "float16")
-        stage = draft_stage(resolved, place.tp, place.backend.make_ops())
+        ops = place.backend.make_ops()
+        stage = whole_model(resolved.decoder, place.tp, resolved.dtype, ops=ops)
         attention = choose_stage_attention(stage, resolved.decoder, resolved.dtype, place)
     return DraftModel(config, resolved, stage, attention, place.parallel.is_last_stage)
-
-
-def draft_stage(resolved: ResolvedModel, tp: TensorParallel, ops: LayerOps) -> DecoderStage:
-    """Return a rank's stage of a draft model, without memory."""
-    return build_stage(
-        resolved.decoder,
-        range(resolved.decoder.num_hidden_layers),
-        is_first=True,
-        is_last=True,
-        tp=tp,
-        dtype=resolved.dtype,
-        device=torch.device("meta"),
-        max_model_len=resolved.max_model_len,
-        attention=NullAttention(),
-        ops=ops,
-    )
 
 
 def layers_of(stage: DecoderStage, dtype: torch.dtype) -> DraftLayers:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from row_steps import Admission, NaiveRows, Plan, encode, request_state
+from tensor_attention import TensorAttention
 
 from rpc_schema.base import Count, Extension
 from worker_client.requests import SamplingParams
@@ -20,11 +21,17 @@ from worker_daemon.models.decoder import build_stage
 from worker_daemon.models.partition import partition_layers
 from worker_daemon.runner import cuda_graph
 from worker_daemon.runner.cuda_graph import GraphedProgram
+from worker_daemon.runner.graph_recorder import GraphRecorder
 from worker_daemon.runner.input_batch import InputBuilder, staging_capacity
 from worker_daemon.runner.kv_cache import LayerKV
 from worker_daemon.runner.parts.interface import PartContext, StepPart
 from worker_daemon.runner.parts.random_sampling import RandomSamplingPart
 from worker_daemon.runner.parts.step_parts import StepParts
+from worker_daemon.runner.proposal_graphs import (
+    DraftModelProposals,
+    ProposalInputs,
+    Proposals,
+)
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.row_tables import RowTables, TorchRowKernels
 from worker_daemon.runner.scheduled_step import StepLimits
@@ -32,12 +39,14 @@ from worker_daemon.runner.stage_program import EagerProgram
 from worker_daemon.runner.staging import HostStaging
 from worker_daemon.runner.step_layout import (
     ExactShapes,
+    ProposalLadder,
     StepLadder,
     decode_sizes,
     largest_shape,
     mixed_plans,
     mixed_sizes,
     packed_size,
+    proposal_sizes,
     split_columns,
 )
 from worker_daemon.sample.sampler import TorchSampling
@@ -60,31 +69,6 @@ CONFIG = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
 }
-
-
-class TensorAttention:
-    """Attention that reads a step only from its device tensors, as a kernel does."""
-
-    def attend(self, q, kv_cache, layer, metadata):
-        out = torch.zeros_like(q)
-        bounds, size = metadata.query_start_loc.tolist(), kv_cache.shape[2]
-        for seq in metadata.seq_order.tolist():
-            first, last = bounds[seq], bounds[seq + 1]
-            length = int(metadata.seq_lens[seq])
-            position = torch.arange(length)
-            row = metadata.block_table[metadata.seq_rows[seq].long()].long()
-            cached = kv_cache[row[position // size], :, position % size]
-            group = q.shape[1] // cached.shape[2]
-            k, v = cached.repeat_interleave(group, dim=2).unbind(1)
-            scores = torch.einsum("qhd,khd->hqk", q[first:last], k) * layer.scale
-            seen = position <= torch.arange(length - (last - first), length).unsqueeze(1)
-            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-            out[first:last] = torch.einsum("hqk,khd->qhd", weights, v)
-        return out
-
-    def rotate_and_attend(self, qkv, kv_cache, layer, step):
-        q = layer.rotate_and_store(qkv, kv_cache, step)
-        return self.attend(q, kv_cache, layer, step.metadata)
 
 
 class StaticStaging:
@@ -207,7 +191,8 @@ class Rank:
         mixed = mixed_plans(LIMITS.max_num_seqs, 64, 40, max_num_samples=LIMITS.max_num_samples)
         ladder = StepLadder(decode_sizes(LIMITS.max_num_seqs), lambda size: [12, 40], mixed)
         arriving = 0 if is_first else max(plan.shape.num_tokens for plan in ladder.plans)
-        self.program = GraphedProgram(recorded, torch.zeros(arriving, HIDDEN), None)
+        arrived = torch.zeros(arriving, HIDDEN)
+        self.program = GraphedProgram(recorded, arrived, GraphRecorder(None))
         plans = self.inputs.with_parts(ladder.plans)
         self.program.capture(plans, self.inputs.padding)
         self.inputs.pad_by(ladder, plans)
@@ -401,7 +386,7 @@ def test_a_failed_capture_leaves_the_program_and_its_shapes_as_they_were(tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     rank = Rank(read_model_config(tmp_path), range(3), 0, 1)
     eager = rank.program
-    graphed = GraphedProgram(Failing(), torch.zeros(0, HIDDEN), None)
+    graphed = GraphedProgram(Failing(), torch.zeros(0, HIDDEN), GraphRecorder(None))
     ladder = StepLadder([4], lambda size: [40], [])
     with pytest.raises(torch.OutOfMemoryError):
         graphed.capture(ladder.plans, rank.inputs.padding)
@@ -461,6 +446,31 @@ class Account:
     compute = run
 
 
+class Follower:
+    """A draft model that an account pays for."""
+
+    replay = None
+
+    def __init__(self, account):
+        self.account = account
+
+    def compile_subset(self):
+        return self
+
+    def compute(self, gained):
+        self.account.tokens = gained.rows.shape[0]
+        return torch.zeros(gained.rows.shape[0], 2, dtype=torch.int64)
+
+    def propose_by(self, replay):
+        self.replay = replay
+
+
+def proposals_of(follower, max_num_seqs):
+    sizes = proposal_sizes(max_num_seqs)
+    inputs = ProposalInputs(sizes[-1], 2, None, CPU)
+    return DraftModelProposals(follower, ProposalLadder(sizes, lambda size: [200, 400]), inputs)
+
+
 class NoColumns:
     def take(self):
         return None
@@ -470,8 +480,9 @@ class NoColumns:
 
 @pytest.mark.parametrize(("max_num_seqs", "max_tokens"), [(256, 8192), (64, 100), (8, 8), (1, 1)])
 @pytest.mark.parametrize("arriving", [0, 40])
+@pytest.mark.parametrize("has_draft_model", [False, True])
 def test_estimate_is_what_all_graphs_take_and_leaves_none(
-    graphs, monkeypatch, max_num_seqs, max_tokens, arriving
+    graphs, monkeypatch, max_num_seqs, max_tokens, arriving, has_draft_model
 ):
     account = Account()
     monkeypatch.setattr(cuda_graph.torch.cuda, "CUDAGraph", account.graph)
@@ -485,7 +496,12 @@ def test_estimate_is_what_all_graphs_take_and_leaves_none(
     programs = []
     runner = SimpleNamespace(inputs=inputs, use=programs.append)
     buffer = torch.zeros(arriving, HIDDEN)
-    made = cuda_graph.LadderGraphs(ladder, account, buffer, None, holds_communication=False)
+    follower = Follower(account)
+    proposals = proposals_of(follower, max_num_seqs) if has_draft_model else Proposals()
+    made = cuda_graph.LadderGraphs(
+        ladder, account, buffer, None, holds_communication=False, proposals=proposals
+    )
+    num_plans = len(ladder.plans) + len(proposals.plans)
 
     captured = []
     used = account.used_bytes
@@ -496,11 +512,12 @@ def test_estimate_is_what_all_graphs_take_and_leaves_none(
 
     estimate = made.estimate_bytes(runner, used_bytes)
     assert (made.count, account.num_graphs, programs) == (0, 0, [])
-    assert max(captured) <= 3 + len(ladder.plans) // 4
+    assert follower.replay is None
+    assert max(captured) <= 4 + num_plans // 4
     before = used()
     made.capture(runner)
-    assert made.count == account.num_graphs == len(ladder.plans)
-    actual = used() - before + buffer.nbytes
+    assert made.count == account.num_graphs == num_plans
+    actual = used() - before + buffer.nbytes + proposals.num_bytes
     assert estimate == pytest.approx(actual, rel=0.1)
 
 
@@ -524,21 +541,31 @@ def test_graphs_set_aside_for_a_new_rank_s_warm_up(graphs, monkeypatch, holds_co
     account = Account()
     monkeypatch.setattr(cuda_graph.torch.cuda, "CUDAGraph", account.graph)
     monkeypatch.setattr(cuda_graph.torch.cuda, "empty_cache", lambda: None)
-    ladder = StepLadder(decode_sizes(8), lambda size: [40], [])
+    ladder, follower = StepLadder(decode_sizes(8), lambda size: [40], []), Follower(account)
     made = cuda_graph.LadderGraphs(
-        ladder, account, torch.zeros(0, HIDDEN), None, holds_communication=holds_communication
+        ladder,
+        account,
+        torch.zeros(0, HIDDEN),
+        None,
+        holds_communication=holds_communication,
+        proposals=proposals_of(follower, 8),
     )
     runner = TracedRunner()
     made.capture(runner)
     first, num_graphs = runner.program, account.num_graphs
+    drafting = follower.replay
+    assert drafting is not None
     assert num_graphs == made.count > 0 and runner.ladder is ladder
     made.before_relink(runner)
     kept = 0 if holds_communication else num_graphs
     assert made.count == kept
     made.set_aside(runner)
     assert runner.program is account and type(runner.ladder) is ExactShapes
+    assert follower.replay is None
     made.restore(runner)
     assert (made.count, runner.ladder) == (num_graphs, ladder)
     assert (runner.program is first) == (not holds_communication)
-    del first
+    assert (follower.replay is drafting) == (not holds_communication)
+    assert follower.replay is not None
+    del first, drafting
     assert account.num_graphs == num_graphs

@@ -280,6 +280,10 @@ class TokenChooser(Protocol):
         """Return int64 [R], a token for each sample of logits [R, V], NO_TOKEN where the
         logits are NaN or infinite. rows: without padding. Never waits for the device."""
 
+    def choose_any(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """Choose the same tokens for request rows and positions that only the device knows, both
+        int32 [R]. A CUDA graph may hold the launches, which serve every option of the rows."""
+
 
 def refuse_fault(fault: RuleFault | None, request: NewRequestData) -> None:
     """Refuse a request if one of its extensions has a fault.

@@ -5,7 +5,6 @@ Shapes: S rows, R rows that sample, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -26,6 +25,7 @@ _TABLE_COLUMNS: Final = 6
 int32 halves of the int64 seed, at an even column; the number of columns is even."""
 _INT32: Final = 4
 _GREEDY: Final = RandomSampling()
+_ALL_FEATURES: Final = (True, True, True, True)
 
 
 class RandomSamplingPart(StepPart):
@@ -76,13 +76,21 @@ class RandomSamplingPart(StepPart):
         return self._sampling.tokens(logits, self.metadata(rows))
 
     def launch_sampling(self, logits: Tensor, rows: SampleRows) -> None:
-        metadata = replace(self.metadata(rows), any_random=True, any_top_k=True, any_top_p=True)
-        self._sampling.tokens(logits, metadata)
+        self.choose_any(logits, rows.slots, rows.positions)
+
+    def choose_any(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        return self._sampling.tokens(logits, self._gather(rows, positions, _ALL_FEATURES))
 
     def metadata(self, rows: SampleRows) -> SamplingMetadata:
         """Gather the sampling parameters of the rows, without padding."""
         features: list[bool] = np.any(self._features[rows.slots_np], axis=0).tolist()
-        table = self._table.index_select(0, rows.slots)
+        return self._gather(rows.slots, rows.positions, features)
+
+    def _gather(
+        self, rows: Tensor, positions: Tensor, features: Sequence[bool]
+    ) -> SamplingMetadata:
+        """features: as for _features, of any of the rows."""
+        table = self._table.index_select(0, rows)
         floats = table.view(torch.float32)
         return SamplingMetadata(
             temperature=floats[:, 0],
@@ -90,7 +98,7 @@ class RandomSamplingPart(StepPart):
             min_p=floats[:, 2],
             top_k=table[:, 3],
             seeds=table.view(torch.int64)[:, 2],
-            positions=rows.positions.long(),
+            positions=positions.long(),
             any_random=features[0],
             any_top_k=features[1],
             any_top_p=features[2],
