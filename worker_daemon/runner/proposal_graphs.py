@@ -93,8 +93,8 @@ class GraphedProposals:
 
 
 class Proposals:
-    """What a runner's draft model computes after steps, as graphs. This class has none: there is no
-    draft model."""
+    """The graphs of what a draft model computes after steps. This class has none: there is no draft
+    model."""
 
     plans: Sequence[ProposalPlan] = ()
     """All plans, the largest first."""

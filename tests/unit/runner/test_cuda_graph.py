@@ -1,6 +1,7 @@
 """Graphed programs, with a fake graph that reruns its program on the current content of its
 addresses: padding, fixed addresses and kept outputs must not change the tokens."""
 
+import itertools
 import json
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from row_steps import Admission, NaiveRows, Plan, encode, request_state
 from tensor_attention import TensorAttention
 
 from rpc_schema.base import Count, Extension
+from rpc_schema.step import ExecuteModel
 from worker_client.requests import SamplingParams
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.layers.torch_ops import TorchOps
@@ -35,6 +37,7 @@ from worker_daemon.runner.proposal_graphs import (
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.row_tables import RowTables, TorchRowKernels
 from worker_daemon.runner.scheduled_step import StepLimits
+from worker_daemon.runner.slot_bitmap import slot_bitmap
 from worker_daemon.runner.stage_program import EagerProgram
 from worker_daemon.runner.staging import HostStaging
 from worker_daemon.runner.step_layout import (
@@ -42,6 +45,7 @@ from worker_daemon.runner.step_layout import (
     ProposalLadder,
     StepLadder,
     decode_sizes,
+    drafted_counts,
     largest_shape,
     mixed_plans,
     mixed_sizes,
@@ -49,6 +53,7 @@ from worker_daemon.runner.step_layout import (
     proposal_sizes,
     split_columns,
 )
+from worker_daemon.runner.warmup import SyntheticStep, prefill_step, with_all_drafts
 from worker_daemon.sample.sampler import TorchSampling
 
 CPU = torch.device("cpu")
@@ -368,6 +373,67 @@ def test_steps_with_a_part_around_the_forward_pass_have_graphs_of_their_own(
     assert (0, True) in keys
     assert {parts for parts, is_graph in keys if is_graph and parts}
     assert {parts for parts, _ in keys} <= {0, 2}
+
+
+@pytest.mark.parametrize("extensions", [(), (Lean(amount=2),)], ids=["plain", "leaning"])
+def test_steps_with_drafts_have_graphs_with_and_without_a_part(extensions):
+    limits = StepLimits(8, 64, 40, 64, 4, 200, max_drafts=3)
+    context = PartContext(limits, CPU, True, True, TorchSampling())
+    chooser = RandomSamplingPart(context)
+    parts = StepParts([LeaningPart(context), IdlePart(context), chooser], chooser, context)
+    state = RequestState(limits, parts)
+    inputs = InputBuilder(
+        state,
+        RowTables(limits, CPU, TorchRowKernels()),
+        StaticStaging(staging_capacity(state)),
+        ExactShapes(),
+    )
+    counts = drafted_counts(limits.max_drafts)
+    ladder = StepLadder(
+        decode_sizes(8),
+        lambda size: [12, 40],
+        mixed_plans(8, 64, 40, max_num_samples=limits.max_num_samples),
+        drafts=counts,
+        max_num_tokens=64,
+    )
+    plans = inputs.with_parts(ladder.plans)
+    assert len(set(plans)) == len(plans)
+    inputs.pad_by(ladder, plans)
+
+    def plan_of(step):
+        return inputs.build(state.apply(step.message, step.arrays)).plan
+
+    seqs = (SimpleNamespace(epoch=1, link=1, seq=seq) for seq in itertools.count(1))
+    found = [plan_of(prefill_step(next(seqs), limits, [5, 2, 7], extensions))]
+    found += [
+        plan_of(SyntheticStep(drafting_step(next(seqs), 3, count), ())) for count in (1, 3, 2, 0)
+    ]
+    admitting = with_all_drafts(prefill_step(next(seqs), limits, [4, 4], extensions), limits)
+    found.append(plan_of(admitting))
+    for plan in found:
+        assert plan in plans
+        assert bool(plan.parts) == bool(extensions)
+    assert [plan.max_query_len for plan in found[1:4]] == [2, 4, 3]
+    assert all(plan.shape.num_corrected for plan in found[1:])
+
+
+def drafting_step(request, num_seqs, num_drafts):
+    """A step in which each of the first rows has so many drafts, and gets a block."""
+    slots = np.arange(num_seqs)
+    pairs, tokens = (
+        np.stack([slots, np.full_like(slots, count)], axis=1).astype("<i4").tobytes()
+        for count in (num_drafts, 1 + num_drafts)
+    )
+    return ExecuteModel(
+        **vars(request),
+        total_num_scheduled_tokens=num_seqs * (1 + num_drafts),
+        scheduled=slot_bitmap(slots),
+        num_scheduled_tokens=tokens,
+        num_drafts=pairs if num_drafts else b"",
+        draft_token_ids=np.zeros(num_seqs * num_drafts, "<i4").tobytes(),
+        new_block_slots=slots.astype("<u2").tobytes(),
+        new_block_ids=(100 + request.seq * num_seqs + slots).astype("<i4").tobytes(),
+    )
 
 
 def counted(run, program):
