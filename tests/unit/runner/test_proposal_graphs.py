@@ -20,9 +20,12 @@ from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import build_stage
 from worker_daemon.runner.graph_recorder import Recorded
+from worker_daemon.runner.kv_cache import LayerKV
 from worker_daemon.runner.proposal_graphs import DraftModelProposals, ProposalInputs
+from worker_daemon.runner.row_tables import RowTables, TorchRowKernels
 from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.runner.scheduled_step import StepLimits
+from worker_daemon.runner.stage_program import EagerProgram
 from worker_daemon.runner.step_layout import ProposalLadder, proposal_sizes
 
 CPU = torch.device("cpu")
@@ -96,7 +99,9 @@ class Sides:
             for pages in (self.pages, self.graphed_pages)
         )
         limits = StepLimits(ROWS, 64, LONGEST, VOCAB, BLOCK, num_blocks, max_drafts=DRAFTS)
-        self.chooser = request_state(limits).parts.chooser
+        self.parts = request_state(limits).parts
+        self.chooser = self.parts.chooser
+        self.tables = RowTables(limits, CPU, TorchRowKernels())
         self.admit()
         self.recorder = FakeRecorder()
         self.proposals = DraftModelProposals(
@@ -163,16 +168,16 @@ def test_replayed_drafts_are_those_of_eager_passes(tmp_path):
         for ours, was in zip(sides.graphed_pages, before, strict=True):
             assert torch.equal(ours[1:], was[1:]), "a capture has touched a request's blocks"
         captured, drafts = recorder.num_replays, set()
-        for _ in range(30):
+        for _ in range(12):
             gained = sides.gained()
             sides.assert_equal_drafts(gained)
             drafts |= set(sides.graphed.propose(gained)[gained.counts > 0].flatten().tolist())
-        assert recorder.num_replays == captured + 60
+        assert recorder.num_replays == captured + 24
         assert len(drafts) > 5
         before = [page.clone() for page in sides.graphed_pages]
     proposals.use(None)
     sides.assert_equal_drafts(sides.gained())
-    assert recorder.num_replays == captured + 60
+    assert recorder.num_replays == captured + 24
 
 
 def test_rows_beyond_the_ladder_are_launched_eagerly(tmp_path):
@@ -185,6 +190,26 @@ def test_rows_beyond_the_ladder_are_launched_eagerly(tmp_path):
         num_fitting += gained.rows.shape[0] <= 4 and gained.ends.longest < LONGEST - 9
     assert sides.recorder.num_replays == captured + num_fitting
     assert 0 < num_fitting < 30
+
+
+@torch.inference_mode()
+def test_kernels_of_the_draft_model_are_launched_ahead(tmp_path):
+    """Through two of its layers, beside two of the target's; and those of every graph."""
+    ladder = ProposalLadder(proposal_sizes(ROWS), lambda size: [12, LONGEST])
+    sides = Sides(tmp_path, ladder)
+    drafter, pages = sides.graphed, sides.graphed_pages
+    own = [LayerKV(page, 0) for page in sides.pages]
+    program = EagerProgram(drafter.stage, sides.tables, own, sides.parts, None, None, drafter)
+    before = [page.clone() for page in (*sides.pages, *pages)]
+    lengths = np.array([2, 3], np.int32)
+    program.compile_subset().launch_layers(torch.randn(5, 32), lengths, lengths)
+    changed = [not torch.equal(*pair) for pair in zip((*sides.pages, *pages), before, strict=True)]
+    assert changed == [True, True, False] * 2
+    before = pages[2].clone()
+    sides.proposals.launch(sides.recorder)
+    assert len(sides.recorder.graphs) == len(ladder.plans)
+    assert sides.recorder.num_replays == 0
+    assert torch.equal(pages[2], before)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 7, 8, 130, 512, 700])
