@@ -1,10 +1,10 @@
 """Measures drafts on texts that have something to find: `python -m benchmarks.text_drafts
-[--device cuda] [--config DIR] [--out FILE.json]`.
+[--device cuda] [--pp N] [--config DIR] [--workloads A,B] [--out FILE.json]`.
 
 Trains a target and two draft models on the spot, on texts in which each token has one likely
 successor (else another token of its passage follows, with SHARE_OF_JUMPS), and serves them with
-each method, at temperature 1 with seeds. PASSAGES says what the texts are. Prints tokens per second
-beside those without drafts.
+each method. Requests are greedy, but those that are to draft nothing. PASSAGES says what the texts
+are. Prints tokens per second beside those without drafts.
 """
 
 import argparse
@@ -138,7 +138,7 @@ class Batch(NamedTuple):
 
     prompts: list[list[int]]
     num_out: int
-    temperature: float = 1.0
+    temperature: float = 0.0
 
     def requests(self, number: int) -> list[GenerationRequest]:
         """Return them, with ids and seeds of their own."""
@@ -177,7 +177,7 @@ def workloads(text: Text, vocab_size: int) -> list[Workload]:
         prompts = rng.integers(vocab_size, size=(size, 64)).tolist()
         noise = [Batch(prompts, 512, temperature=100.0) for _ in range(3)]
         found.append(Workload(f"noise x {size}", noise, ("ngram", "suffix", "draft_model")))
-    known = [Batch(text.prompts("known", 16, 32), 1600, temperature=0.0) for _ in range(2)]
+    known = [Batch(text.prompts("known", 16, 32), 1600) for _ in range(2)]
     found.append(Workload("known, then unknown x 16", known, ("half_draft_model",), num_warm=0))
     return found
 
