@@ -13,7 +13,6 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from rpc_schema.config import SpeculativeConfig
 from rpc_schema.extensions import extension_of
 from rpc_schema.sampling import LogprobsWanted
 from tests.support.checkpoints import prompts
@@ -30,7 +29,7 @@ from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death
 from tests.support.exhaustive import exhaustively
 from tests.support.forked_daemons import ForkedDaemons
 from tests.support.killed_driver import DriverNursery, Plan, begin
-from tests.support.serving import LONG_LEASE, worker_config
+from tests.support.serving import LONG_LEASE, drafts_by, worker_config
 from worker_client.errors import ConfigMismatchError
 from worker_client.worker_group import WorkerGroup
 from worker_host.exit_codes import ExitCode
@@ -41,9 +40,6 @@ STEP_DEADLINE_MS = 1000
 MAX_TOKENS = 24
 LONG = 90
 """Tokens of the command line's requests."""
-NONE = SpeculativeConfig()
-DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
-TWIN = SpeculativeConfig(method="draft_model", num_speculative_tokens=3, model="the target itself")
 KILLED_CLIENT = (sys.executable, "-m", "tests.support.killed_client")
 
 
@@ -83,13 +79,16 @@ def random_lines(rng, count=8):
 
 
 @pytest.fixture
-def make_plan(two_daemons, checkpoint):
-    """make_plan(rng, pp, tp) -> a plan to serve random requests in steps that are soon full."""
+def make_plan(two_daemons, daemons, checkpoint):
+    """make_plan(rng, pp, tp) -> a plan to serve random requests in steps that are soon full. Groups
+    of more than two ranks are of the session's daemons."""
 
     def make(rng, pp, tp=1, step_deadline_ms=STEP_DEADLINE_MS, **fields):
         sizes = {"max_num_batched_tokens": 64, "step_deadline_ms": step_deadline_ms}
         config = worker_config(checkpoint().path, pp, tp, **sizes)
-        return Plan(two_daemons.endpoints[: pp * tp], config, random_lines(rng), **fields)
+        size = pp * tp
+        endpoints = two_daemons.endpoints[:size] if size <= 2 else daemons.endpoints(size)
+        return Plan(endpoints, config, random_lines(rng), **fields)
 
     return make
 
@@ -122,30 +121,33 @@ def take_over(plan):
 
 
 @pytest.mark.parametrize(
-    ("pp", "tp", "num_points", "drafts"),
+    ("pp", "tp", "num_points", "method"),
     [
-        (1, 2, 1, NONE),
-        exhaustively(1, 1, 2, NONE),
-        exhaustively(2, 1, 3, NONE),
-        (2, 1, 1, DRAFTS),
-        exhaustively(1, 2, 2, DRAFTS),
-        (1, 2, 1, TWIN),
-        exhaustively(2, 1, 2, TWIN),
+        (1, 2, 1, "none"),
+        exhaustively(1, 1, 2, "none"),
+        exhaustively(2, 1, 3, "none"),
+        (2, 1, 1, "ngram"),
+        exhaustively(1, 2, 2, "ngram"),
+        exhaustively(3, 1, 2, "ngram"),
+        exhaustively(1, 1, 2, "suffix"),
+        exhaustively(2, 2, 2, "suffix"),
+        (1, 2, 1, "draft_model"),
+        exhaustively(2, 1, 2, "draft_model"),
+        exhaustively(3, 1, 2, "draft_model"),
     ],
 )
 def test_drivers_killed_one_after_the_other_cost_no_token(
-    make_plan, nursery, pp, tp, num_points, drafts
+    make_plan, nursery, pp, tp, num_points, method
 ):
     """Each dies at a step that only some of the ranks got, with or without waiting for them."""
     seed = random.randrange(1 << 30)
     rng = random.Random(seed)
     plan = make_plan(rng, pp, tp)
     expected = undisturbed(plan)
-    if drafts is TWIN:
-        drafts = replace(TWIN, model=plan.config.model.model)
-    plan = replace(plan, config=replace(plan.config, speculative=drafts))
+    speculative = drafts_by(method, plan.config.model.model)
+    plan = replace(plan, config=replace(plan.config, speculative=speculative))
     most = 9
-    if drafts is not NONE:
+    if method != "none":
         assert undisturbed(plan) == expected
         most = 3  # two drivers die before the last step, also if all drafts are accepted
     for _ in range(num_points):

@@ -1,6 +1,6 @@
 """All features in one batch: requests with random subsets of them, which come at random times,
-share prefixes, are computed in chunks and preempted, each give the tokens of the same request
-alone; in every parallel shape, and with drivers and ranks killed.
+share prefixes, are computed in chunks and preempted, each give the same tokens as the request
+alone; in every parallel shape, with drafts by each method, and with drivers and ranks killed.
 
 A few seeds are fixed. MIXED_SEED=n runs that one, MIXED_RUNS=n so many new ones.
 """
@@ -18,7 +18,14 @@ from tests.support.exhaustive import exhaustively
 from tests.support.installed_processors import NAMES
 from tests.support.killed_driver import DriverNursery, Plan, adapted, begin
 from tests.support.mixed_features import ROOM, Judge, Past, assert_same, make_adapters, random_mix
-from tests.support.serving import LONG_LEASE, connect, scheduler_limits, worker_config
+from tests.support.serving import (
+    LONG_LEASE,
+    LOOKUPS,
+    connect,
+    drafts_by,
+    scheduler_limits,
+    worker_config,
+)
 from tests.support.structured import EOS_TOKEN_ID, VOCAB_SIZE, make_tokenizer
 from worker_client.driver import Driver, give_up
 from worker_client.driver_parts.registry import DriverOptions
@@ -39,6 +46,8 @@ MAX_MODEL_LEN = 64
 ARCHITECTURE = "Qwen3ForCausalLM"
 MODEL = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_TOKEN_ID, "seed": 41}
 FEATURES = {"lora": ROOM, "logits_processors": NAMES}
+METHODS = ("none", *LOOKUPS, "draft_model", "driver")
+"""Of drafts: each test has another one, by the seed and its turn."""
 CROWDED = {"max_num_seqs": 16}
 CROWDED_BLOCKS = 130
 STEP_DEADLINE_MS = 2000
@@ -110,15 +119,28 @@ def by_id(outputs):
 
 
 @pytest.fixture
-def make_plan(daemons, model, mix):
-    """make_plan(shape, ...) -> a plan to serve the mix; with fields of worker_config. crowded: many
-    requests run at once, and all come at the start."""
+def drafts_of(seed, model, checkpoint):
+    """drafts_of(turn) -> a configuration, by METHODS. Drafts of a draft model are right, or nearly
+    all wrong."""
 
-    def make(shape, *, crowded=False, **fields):
+    def choose(turn):
+        other = checkpoint(ARCHITECTURE, **(MODEL | {"seed": 43}))
+        draft_model = random.Random(seed + turn).choice((model, other))
+        return drafts_by(METHODS[(seed + turn) % len(METHODS)], draft_model.path)
+
+    return choose
+
+
+@pytest.fixture
+def make_plan(daemons, model, mix, drafts_of):
+    """make_plan(shape, turn, ...) -> a plan to serve the mix with a turn's drafts, and fields of
+    worker_config. crowded: many requests run at once, and all come at the start."""
+
+    def make(shape, turn, *, crowded=False, **fields):
         sizes = SIZES | FEATURES | (CROWDED if crowded else {})
         return Plan(
             daemons.endpoints(shape[0] * shape[1]),
-            worker_config(model.path, *shape, **sizes, **fields),
+            worker_config(model.path, *shape, **sizes, speculative=drafts_of(turn), **fields),
             mix.texts,
             arrivals=[] if crowded else mix.arrivals,
             num_gpu_blocks=CROWDED_BLOCKS if crowded else NUM_BLOCKS,
@@ -140,9 +162,19 @@ def test_each_alone_is_what_its_request_asks_for(mix, alone, judge):
         judge.check(request, alone[name])
 
 
-@pytest.mark.parametrize("shape", [exhaustively((2, 1)), (1, 2), exhaustively((2, 2))])
-def test_mixed_requests_are_each_what_it_is_alone(make_plan, mix, alone, judge, shape):
-    with started(make_plan(shape)) as (_, serving):
+@pytest.mark.parametrize(
+    ("shape", "turn"),
+    [
+        ((1, 2), 0),
+        exhaustively((1, 2), 1),
+        exhaustively((2, 1), 2),
+        exhaustively((2, 2), 2),
+        ((2, 1), 3),
+        exhaustively((1, 2), 4),
+    ],
+)
+def test_mixed_requests_are_each_what_it_is_alone(make_plan, mix, alone, judge, shape, turn):
+    with started(make_plan(shape, turn)) as (_, serving):
         outputs = by_id(output for done in serving.run() for output in done)
     assert sum(output.num_preemptions for output in outputs.values()) > 0
     assert_all_same(judge, mix, alone, outputs)
@@ -152,7 +184,7 @@ def test_killed_driver_costs_no_token(make_plan, nursery, seed, mix, alone, judg
     """It dies at a step that some of the ranks got, or between two messages."""
     rng = random.Random(seed + 1)
     shape = rng.choice(SHAPES)
-    plan = make_plan(shape, step_deadline_ms=STEP_DEADLINE_MS)
+    plan = make_plan(shape, 1, step_deadline_ms=STEP_DEADLINE_MS)
     with started(plan):
         pass
     ranks = range(shape[0] * shape[1])
@@ -183,7 +215,7 @@ def test_killed_rank_costs_no_token(make_plan, daemons, seed, mix, alone, judge)
         replaced.append(group.replace(died.rank))
 
     shape = rng.choice(SHAPES[:2])
-    plan = make_plan(shape, crowded=True, step_deadline_ms=STEP_DEADLINE_MS)
+    plan = make_plan(shape, 2, crowded=True, step_deadline_ms=STEP_DEADLINE_MS)
     with started(plan, recover) as (group, serving):
         for num_results, done in enumerate(serving.run()):
             outputs |= by_id(done)
@@ -199,7 +231,7 @@ def test_sleep_costs_no_token(make_plan, seed, mix, alone, judge):
     rng = random.Random(seed + 3)
     levels, outputs = rng.sample([1, 2], 2), {}
     moments = {rng.randint(5, 12): levels[0], rng.randint(16, 24): levels[1]}
-    plan = make_plan(rng.choice(SHAPES[:2]), crowded=True, enable_sleep_mode=True)
+    plan = make_plan(rng.choice(SHAPES[:2]), 3, crowded=True, enable_sleep_mode=True)
     with started(plan) as (group, serving):
         for num_results, done in enumerate(serving.run()):
             outputs |= by_id(done)
@@ -218,18 +250,19 @@ def test_requests_go_on_with_new_weights(
     make_plan, seed, mix, alone, judge, checkpoint, grammars, monkeypatch
 ):
     """What ran at the update, with steps in flight, keeps its tokens: the new weights choose the
-    next ones."""
+    next ones. What ended in these steps is of the old weights."""
     rng = random.Random(seed + 4)
     new = checkpoint(ARCHITECTURE, **(MODEL | {"seed": 42}))
     new_judge = Judge(new, make_adapters(new, seed), grammars)
     at, outputs, known, early = rng.randint(6, 16), {}, {}, set()
-    with started(make_plan(rng.choice(SHAPES[:2]), crowded=True)) as (group, serving):
+    with started(make_plan(rng.choice(SHAPES[:2]), 4, crowded=True)) as (group, serving):
         scheduler = serving.driver.scheduler
         step_failed = scheduler.step_failed
 
         def note(steps, lost_req_ids):
             unfinished = scheduler._queues.unfinished.values()
             known.update({r.id: len(r.tokens) - r.num_prompt_tokens for r in unfinished})
+            early.update(outputs)
             step_failed(steps, lost_req_ids)
 
         monkeypatch.setattr(scheduler, "step_failed", note)
@@ -237,7 +270,6 @@ def test_requests_go_on_with_new_weights(
             outputs |= by_id(done)
             if num_results == at:
                 assert_crowded(group)
-                early = set(outputs)
                 group.weights.init_transfer_engine(DiskEngine())
                 group.weights.start_update()
                 group.weights.update(TensorList(), DiskSource(model=str(new.path)))

@@ -2,6 +2,7 @@
 another daemon takes the place, and every request ends with the tokens of an undisturbed run."""
 
 import json
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,13 +16,20 @@ from rpc_schema.lifecycle import Relink
 from tests.support.command_line import ask_status, start_client
 from tests.support.driving import Cases, random_cases
 from tests.support.embedded_prompts import clear_cases
-from tests.support.serving import connect, generate, scheduler_limits, worker_config
+from tests.support.every_draft import every_draft
+from tests.support.exhaustive import exhaustively
+from tests.support.serving import (
+    connect,
+    drafts_by,
+    generate,
+    scheduler_limits,
+    worker_config,
+)
 from tests.support.supervised import Supervised
 from tests.support.waiting import PATIENCE_S, wait_until
 from worker_client.driver import Driver
 from worker_client.errors import ReplacementFailed, WorkerDied
 from worker_client.group.replacement import ReplacementReport
-from worker_client.scheduler import Scheduler
 from worker_client.worker_group import WorkerGroup
 
 STEP_DEADLINE_MS = 2000
@@ -36,16 +44,17 @@ class Loss:
     rank: int
     then: object = None
     """Called with (group, died) instead of a plain restart and replace()."""
+    steps_before: int = STEPS_BEFORE
     killed_at: float = 0.0
     noticed_at: float = 0.0
     died: WorkerDied | None = None
     replaced: list[ReplacementReport] = field(default_factory=list)
 
     def generate(self, group: WorkerGroup, loaded, cases: Cases) -> dict[str, list[int]]:
-        """Serve the cases, and kill the rank after STEPS_BEFORE steps."""
+        """Serve the cases, and kill the rank after steps_before steps."""
         driver = Driver(
             group,
-            Scheduler(scheduler_limits(group, loaded)),
+            every_draft(scheduler_limits(group, loaded)),
             lambda _: self._kill(driver),
             recover=lambda died: self._recover(group, died),
         )
@@ -54,7 +63,7 @@ class Loss:
         return {output.req_id: output.token_ids for output in driver.run()}
 
     def _kill(self, driver: Driver) -> None:
-        if len(driver.records) >= STEPS_BEFORE and not self.killed_at:
+        if len(driver.records) >= self.steps_before and not self.killed_at:
             self.killed_at = self.daemons.kill(self.rank)
 
     def _recover(self, group: WorkerGroup, died: WorkerDied) -> None:
@@ -121,6 +130,36 @@ def test_killed_rank_is_replaced_under_load(pair, config, cases, detection, pp, 
     assert loads(survivor, before.epoch) == loads(before, before.epoch)
     assert survivor.epoch == after[rank].epoch > before.epoch
     assert survivor.link == after[rank].link > before.link
+
+
+@pytest.mark.parametrize(
+    ("method", "pp", "tp"),
+    [
+        ("suffix", 2, 1),
+        ("draft_model", 1, 2),
+        *(
+            exhaustively(method, *shape)
+            for method in ("ngram", "suffix", "draft_model")
+            for shape in ((1, 1), (2, 1), (1, 2), (3, 1), (2, 2))
+            if (method, *shape) not in (("suffix", 2, 1), ("draft_model", 1, 2))
+        ),
+    ],
+)
+def test_rank_that_drafts_or_verifies_is_replaced_at_any_point(
+    pair, supervised, config, cases, checkpoint, method, pp, tp
+):
+    """Requests have the same tokens, and drafts again."""
+    seed = random.randrange(1 << 30)
+    rng, size = random.Random(seed), pp * tp
+    daemons = pair if size <= 2 else supervised(size)
+    speculative = drafts_by(method, checkpoint().path)
+    with connect(daemons.endpoints[:size], config(pp, tp, speculative=speculative)) as served:
+        loss = Loss(daemons, rng.randrange(size), steps_before=rng.randint(1, 8))
+        tokens = loss.generate(*served, cases)
+        again = generate(*served, cases.requests)
+    assert tokens == again.tokens == cases.expected, (seed, loss.rank, loss.steps_before)
+    assert loss.replaced[0].ranks == (loss.rank,), seed
+    assert again.driver.drafts.num_drafted > 0, seed
 
 
 def test_embeddings_are_sent_again_to_a_replaced_rank(pair, config, checkpoint):
