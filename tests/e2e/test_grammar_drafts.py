@@ -16,10 +16,10 @@ from tests.support.serving import scheduler_limits
 from tests.support.structured import (
     EOS_TOKEN_ID,
     VOCAB_SIZE,
+    long_names_case,
     make_tokenizer,
     random_case,
     regex_case,
-    schema_case,
 )
 from worker_client.driver import Driver
 from worker_client.driver_parts.registry import DriverOptions
@@ -181,15 +181,8 @@ def test_guesses_for_which_the_mask_process_has_no_room_cost_no_token(
 
 def test_forced_tokens_save_a_step_each(serve, model, grammars, sampling):
     """Also those of a request that may not jump."""
-    names = [f"a_rather_long_property_name_{i}" for i in range(4)]
-    schema = {
-        "type": "object",
-        "properties": {name: {"type": "boolean"} for name in names},
-        "required": names,
-        "additionalProperties": False,
-    }
     line = {"id": "a", "prompt_token_ids": [5, 6, 7], "max_tokens": 200, "logprobs": 1}
-    line["structured_outputs"] = schema_case(schema).options
+    line["structured_outputs"] = long_names_case().options
     with serve(model.path, 1, reload=True, speculative=DRIVER) as (group, loaded):
         expected, slow = serve_all(group, loaded, sampling, [line])
         outputs, driver = serve_all(group, loaded, grammars, [line])

@@ -13,6 +13,7 @@ from tests.support.structured import (
     VOCAB_SIZE,
     crossing_case,
     forced_schema,
+    long_names_case,
     make_tokenizer,
     random_case,
     schema_case,
@@ -150,15 +151,8 @@ def test_jumps_change_no_token(serve, model, jumping, sampling, pp):
 
 @pytest.mark.parametrize("pp", [1, exhaustively(2)])
 def test_a_lone_request_takes_fewer_steps(serve, model, jumping, sampling, pp):
-    names = [f"a_rather_long_property_name_{i}" for i in range(4)]
-    schema = {
-        "type": "object",
-        "properties": {name: {"type": "boolean"} for name in names},
-        "required": names,
-        "additionalProperties": False,
-    }
     line = {"id": "a", "prompt_token_ids": [5, 6, 7], "max_tokens": 200}
-    line["structured_outputs"] = schema_case(schema).options
+    line["structured_outputs"] = long_names_case().options
     with serve(model.path, pp) as (group, loaded):
         expected, slow = serve_all(group, loaded, sampling, [line])
         outputs, driver = serve_all(group, loaded, jumping, [line])

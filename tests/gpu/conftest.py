@@ -4,12 +4,14 @@ GPU, and so do their daemons."""
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.gpu_generation import make_checkpoint
+from worker_client.launcher import LocalDaemons
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "benchmarks" / "models"
@@ -30,6 +32,21 @@ def unused_memory_is_freed():
     """Tests of other processes may need the memory that this test's tensors had."""
     yield
     torch.cuda.empty_cache()
+
+
+@pytest.fixture(scope="module")
+def model_root():
+    """The directory that a module's daemon may read models under."""
+    path = Path(tempfile.mkdtemp(prefix="wd-models-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture(scope="module")
+def endpoints(model_root):
+    """Of a daemon for the tests of a module."""
+    with LocalDaemons(["cuda:0"], model_root) as daemons:
+        yield daemons.endpoints
 
 
 @pytest.fixture(scope="module")

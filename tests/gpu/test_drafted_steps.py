@@ -3,9 +3,6 @@ of transformers, whatever drafts them, also when blocks are scarce; a model that
 is always right, whether its passes are replayed or launched, and however rows sample."""
 
 import random
-import shutil
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +20,6 @@ from tests.support.serving import (
     greedy_request,
     worker_config,
 )
-from worker_client.launcher import LocalDaemons
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,19 +30,6 @@ SEED = random.randrange(1 << 20)
 MAX_TOKENS = 24
 FEW_BLOCKS = 22
 METHODS = ["ngram", "suffix", "draft_model"]
-
-
-@pytest.fixture(scope="module")
-def model_root():
-    path = Path(tempfile.mkdtemp(prefix="wd-models-"))
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture(scope="module")
-def endpoints(model_root):
-    with LocalDaemons(["cuda:0"], model_root) as daemons:
-        yield daemons.endpoints
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,6 @@ with a GPU: tokens are those of the reference with and without CUDA graphs, in c
 are preempted, when they begin at checkpoints of others, and with another driver."""
 
 import random
-import shutil
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -44,13 +41,6 @@ FEW_BLOCKS = 26
 """Too few for all requests at once."""
 NUM_STEPS = 5
 """Steps before a driver leaves."""
-
-
-@pytest.fixture(scope="module")
-def model_root():
-    path = Path(tempfile.mkdtemp(prefix="wd-models-"))
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.fixture(scope="module")

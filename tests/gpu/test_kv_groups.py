@@ -4,8 +4,6 @@ one."""
 
 import json
 import random
-import shutil
-import tempfile
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +23,6 @@ from tests.support.refusing_feature import copy_with_the_feature
 from tests.support.refusing_feature.checks import Load, check_serving
 from tests.support.serving import connect
 from tests.support.toy_feature.checks import start_daemons
-from worker_client.launcher import LocalDaemons
 from worker_client.requests import SamplingParams
 from worker_daemon.runner.cuda_graph import GraphedProgram
 from worker_daemon.runner.output import PendingOutput
@@ -44,19 +41,6 @@ CHUNK = 64
 """Tokens of a prompt in a step."""
 
 
-@pytest.fixture(scope="module")
-def model_root():
-    path = Path(tempfile.mkdtemp(prefix="wd-models-"))
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture(scope="module")
-def endpoint(model_root):
-    with LocalDaemons([DEVICE], model_root) as daemons:
-        yield daemons.endpoints[0]
-
-
 @pytest.fixture
 def seed():
     chosen = random.randrange(1 << 20)
@@ -66,7 +50,7 @@ def seed():
 
 def test_windows_keep_what_a_refused_token_sees(tmp_path, model_root, seed):
     """Nearly no block is free: a block freed by a window is reused immediately.
-    Comes before `endpoint`, since a second daemon would not get the GPU."""
+    Comes before `endpoints`, since a second daemon would not get the GPU."""
     reference = window_models.make_model(model_root, "mixed", seed, window=5)
     load = Load(
         num_requests=12,
@@ -84,23 +68,23 @@ def test_windows_keep_what_a_refused_token_sees(tmp_path, model_root, seed):
 
 
 @MODELS
-def test_blocks_behind_windows_serve_others(endpoint, model_root, name, seed):
+def test_blocks_behind_windows_serve_others(endpoints, model_root, name, seed):
     reference = window_models.make_model(model_root, name, seed)
-    providers = window_models.check_few_blocks(endpoint, reference, name, seed)
+    providers = window_models.check_few_blocks(endpoints[0], reference, name, seed)
     assert int(providers["graphs"]) > 0
 
 
 @MODELS
-def test_prefix_hits(endpoint, model_root, name, seed):
+def test_prefix_hits(endpoints, model_root, name, seed):
     reference = window_models.make_model(model_root, name, seed)
-    with connect([endpoint], window_models.config_of(reference)) as served:
+    with connect(endpoints, window_models.config_of(reference)) as served:
         window_models.check_prefix_hits(served, reference, seed)
 
 
 @MODELS
-def test_another_driver_goes_on(endpoint, model_root, name, seed):
+def test_another_driver_goes_on(endpoints, model_root, name, seed):
     reference = window_models.make_model(model_root, name, seed)
-    with connect([endpoint], window_models.config_of(reference)) as served:
+    with connect(endpoints, window_models.config_of(reference)) as served:
         window_models.check_adoption(served, reference, seed)
 
 

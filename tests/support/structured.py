@@ -139,6 +139,19 @@ def random_case(rng: random.Random, *, tagged: bool = True) -> Case:
     return schema_case(random_schema(rng), as_text=kind == "json_text")
 
 
+def long_names_case() -> Case:
+    """An object of booleans with long names: nearly all of its text is forced."""
+    names = [f"a_rather_long_property_name_{i}" for i in range(4)]
+    return schema_case(
+        {
+            "type": "object",
+            "properties": {name: {"type": "boolean"} for name in names},
+            "required": names,
+            "additionalProperties": False,
+        }
+    )
+
+
 def schema_case(schema: dict[str, Any], *, as_text: bool = False) -> Case:
     """Return a JSON schema, as an object or as text."""
     whole = {**schema, "x-guidance": COMPACT}
