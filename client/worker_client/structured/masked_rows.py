@@ -86,7 +86,7 @@ class MaskedRow:
     """Tokens that it has gained by a jump, without those whose results are here: the steps in
     flight sample the first ones. The next admission replaces the row."""
 
-    is_paused: bool = False
+    is_void: bool = False
     """Nobody gets what steps in flight sample for it."""
 
     @property

@@ -220,7 +220,7 @@ class MaskedSteps:
         repeated: list[str] = []
         for row in step.sampled:
             sampling = row.in_flight.popleft()
-            if row.is_paused:
+            if row.is_void:
                 repeated.append(row.req_id)
             elif row.jumped:
                 del row.jumped[0]
@@ -236,7 +236,8 @@ class MaskedSteps:
         count = row.accept(sampling, len(tokens) - 1, self.grammars)
         row.note(tokens[:count])
         for token in tokens[count:]:
-            if token == NO_TOKEN:
+            if token == NO_TOKEN:  # its request ends, or is admitted again from its known tokens
+                row.is_void = True
                 return
             if row.matcher.error:
                 self._refuse(row)
@@ -270,7 +271,7 @@ class MaskedSteps:
         """Let a request wait for its mask without holding up the steps that name it."""
         row = self._paused[req_id] = self._rows.pop(req_id)
         row.drop_guesses(self.grammars)
-        row.is_paused = True
+        row.is_void = True
 
     @property
     def has_paused(self) -> bool:
@@ -346,7 +347,7 @@ class MaskedSteps:
         if former is not None and (former.grammar, former.tokens) == (grammar, tokens):
             former.drop_guesses(self.grammars)
             self._rows[new.req_id] = replace(
-                former, num_left=num_left, in_flight=deque(), jumped=[], is_paused=False
+                former, num_left=num_left, in_flight=deque(), jumped=[], is_void=False
             )
             return
         if former is not None:

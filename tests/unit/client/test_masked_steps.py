@@ -13,6 +13,7 @@ import pytest
 
 from examples.static_batches import StaticBatches
 from rpc_schema.errors import ErrorCode
+from rpc_schema.step import NO_TOKEN
 from rpc_schema.structured import StructuredOutput
 from tests.support.fake_daemon import VOCAB_SIZE, Fault
 from tests.support.flat_requests import changed
@@ -326,6 +327,33 @@ def admitted(steps, req_ids):
     first = steps.plan(SchedulerOutput(dict.fromkeys(req_ids, 3), scheduled_new_reqs=new))
     steps.sent(first)
     steps.take(first, StepResult(req_ids, [5] * len(req_ids)))
+
+
+def test_what_follows_a_token_that_is_not_finite_ends_no_request():
+    """Its scheduler may compute it again, without the blocks of others; the step in flight has
+    sampled what its grammar does not allow there."""
+    grammars = HandGrammars(a=HandMatcher("a", rejects_at=1))
+    steps = masked_steps.MaskedSteps(grammars)
+    admitted(steps, ("a",))
+    planned = [steps.plan(SchedulerOutput(decode_req_ids=("a",))) for _ in range(2)]
+    for step in planned:
+        steps.sent(step)
+    assert not steps.take(planned[0], StepResult(("a",), (NO_TOKEN,)))
+    steps.sample_ready(planned[1], lambda masks, req_ids: None)
+    assert steps.take(planned[1], StepResult(("a",), (7,))) == ["a"]
+    again = NewRequest(
+        req_id="a",
+        token_ids=np.array([0, 1, 2, 5], np.int32),
+        num_prompt_tokens=3,
+        num_computed_tokens=0,
+        block_ids=[1],
+        extensions=(StructuredOutput(kind="regex", text="a"),),
+    )
+    output = SchedulerOutput({"a": 4}, scheduled_new_reqs=[again], preempted_req_ids=["a"])
+    steps.sent(planned := steps.plan(output))
+    assert not steps.take_faults()
+    assert not steps.take(planned, StepResult(("a",), (7,)))
+    assert "does not allow" in steps.take_faults()["a"].error
 
 
 @pytest.mark.parametrize("lateness", [0, 2])
