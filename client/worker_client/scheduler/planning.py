@@ -103,7 +103,7 @@ class Step:
         if self.drafts:
             self._extend_for_drafts()
         if self._limits.num_lookahead_tokens and self._draft_lengths is not None:
-            self._extend_ahead()
+            self._extend_ahead(self._draft_lengths)
 
     @property
     def num_decode_tokens(self) -> int:
@@ -178,13 +178,13 @@ class Step:
                 continue
             self._add_blocks(request, given)
 
-    def _extend_ahead(self) -> None:
+    def _extend_ahead(self, draft_lengths: DraftLengths) -> None:
         """Find blocks for what a draft model computes at the step's end, behind the tokens of each
-        request that samples: without them, the drafts of its next step are of less use. Requests
-        that decode have some only if any of them has drafts now."""
-        counts = dict(self.prefills)
-        if self.drafts:
-            counts |= {req_id: 1 + self.drafts.get(req_id, 0) for req_id in self.decodes}
+        request that samples: without them, the drafts of its next step are of less use."""
+        if not draft_lengths.asks:
+            return
+        counts = {req_id: 1 + self.drafts.get(req_id, 0) for req_id in self.decodes}
+        counts |= self.prefills
         admitted = {request.id for request in self.new}
         for req_id, count in counts.items():
             request = self._queues.unfinished[req_id]

@@ -300,7 +300,7 @@ def test_drafts_use_only_blocks_that_nobody_else_needs():
 
 def test_a_draft_model_has_blocks_for_the_drafts_that_it_makes():
     """Behind the tokens of each request that samples in a step, within its limit, as far as there
-    are free ones; of requests that decode, if any has drafts."""
+    are free ones."""
     for num_blocks, is_short in ((200, False), (18, True)):
         limits = make_limits(num_lookahead_tokens=K, num_blocks=num_blocks, max_model_len=40)
         group = DraftingGroup(random.Random(5), 0.7, limits)
@@ -314,7 +314,7 @@ def test_a_draft_model_has_blocks_for_the_drafts_that_it_makes():
             if not group.in_flight:
                 continue
             step = group.in_flight[0][0]
-            names = {*step.num_scheduled_tokens, *(step.decode_req_ids if step.num_drafts else ())}
+            names = {*step.num_scheduled_tokens, *step.decode_req_ids}
             group.take()
             for row in group.daemon.rows.values():
                 if row.req_id in names and row.drafts:  # it has sampled
