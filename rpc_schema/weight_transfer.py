@@ -10,7 +10,9 @@ from rpc_schema.config import RendezvousAddress
 from rpc_schema.identity import ContentIdentity
 from rpc_schema.step import Done
 
-TensorDtype = Literal["float64", "float32", "bfloat16", "float16", "float8_e4m3fn"]
+TensorDtype = Literal[
+    "float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "int32", "int64"
+]
 WeightFormat = Literal["checkpoint", "kernel"]
 WeightsState = Literal["none", "whole", "updating", "dirty", "discarded"]
 
@@ -116,7 +118,11 @@ Source: TypeAlias = BroadcastSource | IpcSource | DiskSource
 
 class UpdateWeights(StepRequest["UpdateWeightsReply"], frozen=True, tag=52, kw_only=True):
     """Receive some tensors of an update. Names, dtypes and shapes are of equal length; if all three
-    are empty, those of the previous round are used."""
+    are empty, those of the previous round are used.
+
+    A partial update may change single elements of a tensor: NAME.indices, int32 or int64 [n], are
+    their places in the row-major tensor NAME, increasing, and NAME.values [n] what they become.
+    Both are in one request, in which all indices come before anything else."""
 
     names: Annotated[tuple[Name, ...], Meta(max_length=MAX_TENSORS)] = ()
     dtypes: Annotated[tuple[TensorDtype, ...], Meta(max_length=MAX_TENSORS)] = ()

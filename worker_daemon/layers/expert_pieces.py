@@ -6,16 +6,16 @@ rows first, or [H, I].
 Shapes: H hidden size, E experts of the model, I inner size of an expert.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from worker_daemon.layers.mxfp4 import MXFP4_BLOCK, MXFP4_BYTES, dequantized
-from worker_daemon.layers.parameter import PackedTensors, Piece
+from worker_daemon.layers.parameter import Arrangement, PackedTensors, Piece
 
 ExpertsForm: TypeAlias = Literal["separate", "interleaved", "mxfp4"]
 """The form of a layer's matrices in the checkpoint.
@@ -69,7 +69,7 @@ class ExpertPieces:
                 continue
             packed = self._packed(name, shape, (rows, inner), target, _unpacked)
             yield Piece(
-                name, shape[::-1], (inner, rows), target, arrange=_transposed, packed=packed
+                name, shape[::-1], (inner, rows), target, arrange=_TRANSPOSED, packed=packed
             )
 
     def gate_up_bias(self) -> Piece:
@@ -78,7 +78,7 @@ class ExpertPieces:
         columns = slice(2 * self.inner.start, 2 * self.inner.stop)
         target = (slice(0, len(self.experts)), slice(0, 2 * len(self.inner)))
         source = (slice(self.experts.start, self.experts.stop), columns)
-        return Piece(name, shape, source, target, "bias", arrange=_gate_columns_first)
+        return Piece(name, shape, source, target, "bias", arrange=_GATE_COLUMNS_FIRST)
 
     def down_bias(self) -> Piece:
         """Return the piece of a bias [experts of the rank, H]."""
@@ -100,7 +100,7 @@ class ExpertPieces:
         rows, columns = slice(2 * self.inner.start, 2 * self.inner.stop), slice(0, self.hidden_size)
         packed = self._packed(name, shape, (rows, columns), target, _unpacked_pairs)
         return Piece(
-            name, shape[::-1], (columns, rows), target, arrange=_column_pairs, packed=packed
+            name, shape[::-1], (columns, rows), target, arrange=_COLUMN_PAIRS, packed=packed
         )
 
     def _packed(
@@ -154,6 +154,27 @@ def _column_pairs(values: Tensor) -> Tensor:
 def _gate_columns_first(values: Tensor) -> Tensor:
     """Return values [N, 2 I] with alternating columns, with the gate's columns first."""
     return torch.cat((values[:, 0::2], values[:, 1::2]), dim=1)
+
+
+def _locate_transposed(places: Sequence[Tensor], shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+    return places[1], places[0]
+
+
+def _locate_pair(places: Sequence[Tensor], shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+    return _gate_first(places[1], shape[1]), places[0]
+
+
+def _locate_column(places: Sequence[Tensor], shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+    return places[0], _gate_first(places[1], shape[1])
+
+
+def _gate_first(column: Tensor, num_columns: int) -> Tensor:
+    return column // 2 + (column % 2) * (num_columns // 2)
+
+
+_TRANSPOSED: Final = Arrangement(_transposed, _locate_transposed)
+_COLUMN_PAIRS: Final = Arrangement(_column_pairs, _locate_pair)
+_GATE_COLUMNS_FIRST: Final = Arrangement(_gate_columns_first, _locate_column)
 
 
 def _unpacked(blocks: Tensor, scales: Tensor, *, columns: slice) -> Tensor:

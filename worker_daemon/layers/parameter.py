@@ -4,7 +4,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,7 +69,19 @@ class TensorSpec:
     def takes(self, dtype: torch.dtype) -> bool:
         """Return True if values of a dtype are stored, or converted."""
         required = _DTYPES.get(self.kind)
-        return dtype not in _DTYPES.values() if required is None else dtype == required
+        if required is not None:
+            return dtype == required
+        return dtype.is_floating_point and dtype not in _DTYPES.values()
+
+
+class Arrangement(NamedTuple):
+    """Another order of a region's values."""
+
+    apply: Callable[[Tensor], Tensor]
+    """Returns values of the source region as those of the target."""
+    locate: Callable[[Sequence[Tensor], tuple[int, ...]], tuple[Tensor, ...]]
+    """Returns the place in the target, a coordinate [n] for each dimension, of n values of the
+    source, from their coordinates and the source's shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +103,8 @@ class Piece:
     """Its place in the parameter; one slice with explicit bounds per dimension."""
     kind: Kind = "matrix"
     """The tensor's role, which determines its dtypes, and its values in dummy weights."""
-    arrange: Callable[[Tensor], Tensor] | None = None
-    """Converts values of the source region to those of the target; None: they are equal."""
+    arrange: Arrangement | None = None
+    """None: values of the target are in the order of the source."""
     packed: "PackedTensors | None" = None
     """The tensors that a checkpoint has instead of this one."""
     alias: str | None = None
@@ -125,7 +137,7 @@ class Piece:
 
     def arranged(self, values: Tensor) -> Tensor:
         """Return values of the region as those of the place."""
-        return values if self.arrange is None else self.arrange(values)
+        return values if self.arrange is None else self.arrange.apply(values)
 
     def from_files(self, values: Sequence[Tensor]) -> Tensor:
         """Return the values of the place, from those of file_pieces."""
@@ -219,6 +231,13 @@ class Parameter:
     def store(self, region: tuple[slice, ...], values: Tensor) -> None:
         """Like write(), for values as the parameter has them."""
         self.data[region].copy_(values, non_blocking=values.device.type == "cuda")
+
+    def put(self, coordinates: Sequence[Tensor], values: Tensor) -> None:
+        """Store single values, converted. coordinates: int64 [n] for each dimension; values: [n] of
+        an unquantized dtype, on any device."""
+        device, dtype = self.data.device, self.data.dtype
+        places = tuple(each.to(device) for each in coordinates)
+        self.data.index_put_(places, values.to(device, dtype))
 
     def memory_for(self, piece: Piece) -> Tensor:
         """Return the memory that the values of a piece are read into, a view; repeat() must

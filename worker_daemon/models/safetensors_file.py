@@ -30,12 +30,16 @@ FLOAT_DTYPES: Final = MappingProxyType(
 )
 """The dtypes of unquantized tensors, by their names in the format."""
 LOADED_DTYPES: Final = MappingProxyType(
-    {**FLOAT_DTYPES, "F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32, "U8": torch.uint8}
+    {
+        **FLOAT_DTYPES,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "I32": torch.int32,
+        "I64": torch.int64,
+        "U8": torch.uint8,
+    }
 )
 """The dtypes that are loaded, by their names in the format."""
-_OTHER_SIZES: Final = MappingProxyType(
-    {"BOOL": 1, "I8": 1, "I16": 2, "U16": 2, "U32": 4, "I64": 8, "U64": 8}
-)
+_OTHER_SIZES: Final = MappingProxyType({"BOOL": 1, "I8": 1, "I16": 2, "U16": 2, "U32": 4, "U64": 8})
 """Bytes per element of dtypes that are not loaded. For others the size is not checked."""
 _T = TypeVar("_T")
 _BARE_NAMES: Final = ("embed_tokens.", "layers.", "norm.")

@@ -4,30 +4,43 @@ the parameters' own.
 All ranks expect the same tensors of the whole model, so they refuse the same ones.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from worker_daemon.contracts.fp8 import FP8
-from worker_daemon.distributed.tp import tensor_parallel
+from worker_daemon.distributed.tp import SingleRank, tensor_parallel
 from worker_daemon.errors import config_error
-from worker_daemon.layers.parameter import Kind, Parameter, Piece, TensorSpec
+from worker_daemon.layers.parameter import Kind, Parameter, TensorSpec
 from worker_daemon.models.decoder import (
     LM_HEAD,
     DecoderStage,
     head_aliases,
-    unpacked_tensors,
     whole_model,
 )
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.expert_tensors import StackedPart, stacked_part
+from worker_daemon.models.sparse_delta import (
+    DeltaPart,
+    Incoming,
+    Part,
+    check_delta,
+    delta_part,
+    in_order,
+)
+from worker_daemon.models.weight_place import WeightPlace
 
 _MAX_NAMED = 8
 _PACKED = ("_blocks", "_scales")
 """Ends of the names of tensors in MXFP4."""
 _INPUT_SCALE = ".input_scale"
+_SINGLE_VALUES: Final = ("matrix", "norm", "bias", "routed_embedding")
+"""Kinds of tensors whose elements are independent of each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +53,10 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class _WeightPlace:
-    """A region of one parameter, and the region of the incoming tensor that fills it."""
-
-    write: Callable[[tuple[slice, ...], Tensor], None]
-    """Copies values to a region of the parameter."""
-    source: tuple[slice, ...]
-    target: tuple[slice, ...]
-    is_repeated: bool = False
-    """True if one value fills the whole region of the parameter."""
-    expert: int | None = None
-    """The expert whose matrix comes in a tensor that stacks them."""
-
-
-@dataclass(frozen=True, slots=True)
 class Places:
     """The places of one rank, and the tensors that the whole group expects."""
 
-    places: Mapping[str, Sequence[_WeightPlace]]
+    places: Mapping[str, Sequence[WeightPlace]]
     """Places by incoming name; names that only other ranks use are absent."""
     tensors: Mapping[str, tuple[str, ...]]
     """Incoming name -> checkpoint names of the tensors that it fills on this rank."""
@@ -72,48 +71,101 @@ class Places:
     Such a matrix fills its scales too, or leaves those of its inputs as they are."""
     aliases: Mapping[str, str]
     """Other names of tensors that the model has once, and their own: an update has one of both."""
+    quantized: Collection[str]
+    """Incoming names of tensors that are quantized, or a part of a quantized one, in the checkpoint
+    or here."""
 
-    def check(self, manifest: Manifest, received: Collection[str] = ()) -> None:
+    def check(
+        self, manifest: Manifest, received: Collection[str] = (), *, partial: bool = False
+    ) -> None:
         """Check the incoming tensors before any byte arrives; the same on every rank. received:
-        names of the update's earlier ones.
+        names of the update's earlier ones. partial: tensors that are not sent stay, so that sparse
+        deltas may come.
 
         Raises:
             ConfigError: a name is unknown or occurs twice, a shape or dtype is wrong, or a scale
                 comes with a matrix that is to be quantized; or a tensor comes under both of its
-                names.
+                names; or a sparse delta is incomplete, or not for this tensor or update.
         """
-        named = set(manifest.names)
+        changed = {self._changed(name) for name in (*manifest.names, *received)}
         for alias, name in self.aliases.items():
-            if {alias, name} <= named | set(received):
+            if {alias, name} <= changed:
                 problem = f"the loaded model has one tensor for {alias} and {name}"
                 fix = f"leave out {alias}; if they differ, reset and load that checkpoint"
                 raise config_error("names", alias, problem, fix)
+        named = set(manifest.names)
         if len(named) != len(manifest.names):
             twice = next(n for n in manifest.names if manifest.names.count(n) > 1)
             raise config_error("names", twice, "a tensor is named twice", "once")
+        deltas: defaultdict[str, dict[Part, Incoming]] = defaultdict(dict)
         columns = zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)
         for name, dtype, shape in columns:
-            spec = self.specs.get(name)
-            if spec is None:
-                fix = self._suggestion(name)
-                raise config_error("names", name, "the model has no such tensor", fix)
-            if not spec.fits(shape):
-                fix = f"send it as {list(spec.shape)}"
-                raise config_error("shapes", list(shape), f"{name} has another shape", fix)
-            required = self.dtypes.get(name, dtype)
-            if dtype != required:
-                problem = f"{name} has another dtype; tensors under kernel names are not converted"
-                raise config_error("dtypes", str(dtype), problem, f"send it as {required}")
-            if not spec.takes(dtype) and name not in self.scales:
-                fix = "float8_e4m3fn, with its weight_scale" if spec.kind == "fp8" else "bfloat16"
-                problem = f"{name} is in another format in the model"
-                raise config_error("dtypes", str(dtype), problem, f"send it as {fix}")
-            computed = () if dtype == FP8 else self.scales.get(name, ())
-            sent = next((s for s in computed if s in named and not s.endswith(_INPUT_SCALE)), None)
-            if sent is not None:
-                problem = f"{name} is not in FP8, so its scale is computed here"
-                fix = "leave the scale out, or send both as the checkpoint has them"
-                raise config_error("names", sent, problem, fix)
+            delta = self.delta_part(name)
+            if delta is None:
+                self._check_whole(name, dtype, shape, named)
+            else:
+                deltas[delta.name][delta.part] = Incoming(dtype, shape)
+        for name, parts in deltas.items():
+            self._check_delta(name, parts, named, partial=partial)
+        self._check_order(manifest.names)
+
+    def _changed(self, name: str) -> str:
+        """Return the name of the tensor that an incoming one changes."""
+        delta = self.delta_part(name)
+        return name if delta is None else delta.name
+
+    def _check_whole(
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], named: Collection[str]
+    ) -> None:
+        spec = self.specs.get(name)
+        if spec is None:
+            fix = self._suggestion(name)
+            raise config_error("names", name, "the model has no such tensor", fix)
+        if not spec.fits(shape):
+            fix = f"send it as {list(spec.shape)}"
+            raise config_error("shapes", list(shape), f"{name} has another shape", fix)
+        self._check_dtype(name, dtype)
+        computed = () if dtype == FP8 else self.scales.get(name, ())
+        sent = next((s for s in computed if s in named and not s.endswith(_INPUT_SCALE)), None)
+        if sent is not None:
+            problem = f"{name} is not in FP8, so its scale is computed here"
+            fix = "leave the scale out, or send both as the checkpoint has them"
+            raise config_error("names", sent, problem, fix)
+
+    def _check_dtype(self, name: str, dtype: torch.dtype) -> None:
+        spec, required = self.specs[name], self.dtypes.get(name, dtype)
+        if dtype != required:
+            problem = f"{name} has another dtype; tensors under kernel names are not converted"
+            raise config_error("dtypes", str(dtype), problem, f"send it as {required}")
+        is_quantized_here = name in self.scales and dtype.is_floating_point
+        if not spec.takes(dtype) and not is_quantized_here:
+            fix = "float8_e4m3fn, with its weight_scale" if spec.kind == "fp8" else "bfloat16"
+            problem = f"{name} is in another format in the model"
+            raise config_error("dtypes", str(dtype), problem, f"send it as {fix}")
+
+    def _check_delta(
+        self, name: str, parts: Mapping[Part, Incoming], named: Collection[str], *, partial: bool
+    ) -> None:
+        if not partial:
+            problem = f"a sparse delta of {name} leaves most of it as it is"
+            raise config_error("partial", False, problem, "start a partial update")
+        if name in named:
+            problem = "it comes whole and as a sparse delta in one request"
+            raise config_error("names", name, problem, "send one of both")
+        if name in self.quantized:
+            problem = "it is quantized: single elements share their scales with others"
+            raise config_error("names", name, problem, "send the whole tensor")
+        check_delta(name, parts, math.prod(self.specs[name].shape))
+        self._check_dtype(name, parts["values"].dtype)
+
+    def _check_order(self, names: Sequence[str]) -> None:
+        """Check that all indices come first: they are checked before any value is written."""
+        for name, wanted in zip(names, in_order(names, self.specs), strict=True):
+            if name != wanted:
+                problem = (
+                    f"indices of sparse deltas come before all other tensors, not after {name}"
+                )
+                raise config_error("names", wanted, problem, "send all indices first")
 
     def check_complete(self, received: Collection[str]) -> None:
         """Check that every tensor that the model needs has arrived; the same on every rank.
@@ -131,26 +183,25 @@ class Places:
         """Copy rows of an incoming tensor, from first_row on, into this rank's parameters.
         values: [rows, ...] of any floating-point dtype, on any device."""
         for place in self.places.get(name, ()):
-            if place.expert is not None:
-                index = place.expert - first_row
-                if 0 <= index < values.shape[0]:
-                    place.write(place.target, values[index][place.source])
-                continue
-            if len(place.source) == 1:
-                values = values.reshape(-1)  # scales may have more dimensions, or none
-            if place.is_repeated:
-                place.write(place.target, values)
-                continue
-            rows = place.source[0]
-            start = max(rows.start, first_row)
-            stop = min(rows.stop, first_row + values.shape[0])
+            origin = (first_row, *(0 for _ in place.source[1:]))
+            place.fill(origin, values)
+
+    def scatter(self, name: str, indices: Tensor, values: Tensor) -> None:
+        """Set single elements of a tensor, as far as this rank has them.
+
+        name: the tensor's. indices: int64 [n], row-major in the incoming tensor, increasing and
+        within its bounds; values: [n], on the same device.
+        """
+        places, shape = self.places.get(name, ()), self.specs[name].shape
+        spans = torch.tensor([place.span(shape) for place in places], dtype=torch.int64)
+        cuts = torch.searchsorted(indices, spans.to(indices.device)).tolist()
+        for place, (start, stop) in zip(places, cuts, strict=True):
             if start < stop:
-                target = place.target[0].start + start - rows.start
-                into = (slice(target, target + stop - start), *place.target[1:])
-                of = (slice(start - first_row, stop - first_row), *place.source[1:])
-                # The caller may change host memory afterwards, so wait; on a device the stream
-                # keeps the order.
-                place.write(into, values[of])
+                place.scatter(indices[start:stop], values[start:stop], shape)
+
+    def delta_part(self, name: str) -> DeltaPart | None:
+        """Return what an incoming tensor is of a sparse delta; None if it is none of one."""
+        return delta_part(name, self.specs)
 
     def names_of(self, name: str, dtype: torch.dtype) -> tuple[str, ...]:
         """Return the checkpoint names that an incoming tensor fills on this rank; none if it is for
@@ -184,11 +235,17 @@ def packed_tensor(name: str) -> str:
 def checkpoint_places(stage: DecoderStage, config: DecoderConfig) -> Places:
     """Return places by the checkpoint's names: complete tensors arrive, and each rank takes its
     part."""
-    specs = unpacked_tensors(config)
-    places: dict[str, list[_WeightPlace]] = {}
+    specs: dict[str, TensorSpec] = {}
+    quantized: set[str] = set()
+    for parameter in whole_model(config, SingleRank(), torch.float32).parameters():
+        for piece in parameter.loaded_pieces:
+            specs[piece.name] = piece.spec
+            if parameter.stored_kind(piece) not in _SINGLE_VALUES:
+                quantized.add(piece.name)
+    places: dict[str, list[WeightPlace]] = {}
     for parameter in stage.parameters():
         for piece in parameter.loaded_pieces:
-            places.setdefault(piece.name, []).append(_of_piece(parameter, piece))
+            places.setdefault(piece.name, []).append(WeightPlace.of_piece(parameter, piece))
     tensors = {name: (name,) for name in places}
     required: dict[str, tuple[str, ...]] = {name: (name,) for name in specs}
     aliases = head_aliases(config)
@@ -205,6 +262,7 @@ def checkpoint_places(stage: DecoderStage, config: DecoderConfig) -> Places:
         required=list(required.values()),
         scales=_scales_of_rows(specs),
         aliases=aliases,
+        quantized=quantized,
     )
     return _with_stacked(made) if any(config.layer_experts) else made
 
@@ -215,6 +273,7 @@ def _with_stacked(separate: Places) -> Places:
     places = dict(separate.places)
     tensors, specs = dict(separate.tensors), dict(separate.specs)
     scales = dict(separate.scales)
+    quantized = set(separate.quantized)
     required: dict[tuple[str, ...], None] = {}
     for names in separate.required:
         name = names[0]
@@ -226,6 +285,8 @@ def _with_stacked(separate: Places) -> Places:
         rows, columns = spec.shape
         shape = (part.expert + 1, part.halves * rows, columns)  # the last expert comes last
         specs[part.name] = TensorSpec(shape, spec.kind)
+        if name in separate.quantized:
+            quantized.add(part.name)
         if name in separate.scales:
             scales[part.name] = (*scales.get(part.name, ()), *separate.scales[name])
         if name in separate.places:
@@ -235,14 +296,24 @@ def _with_stacked(separate: Places) -> Places:
         if part.is_always_stacked:
             for known in (places, tensors, specs, scales):
                 known.pop(name, None)
-    return Places(places, tensors, specs, separate.dtypes, list(required), scales, separate.aliases)
+    return Places(
+        places,
+        tensors,
+        specs,
+        separate.dtypes,
+        list(required),
+        scales,
+        separate.aliases,
+        quantized,
+    )
 
 
-def _stacked_place(place: _WeightPlace, part: StackedPart, num_rows: int) -> _WeightPlace:
+def _stacked_place(place: WeightPlace, part: StackedPart, num_rows: int) -> WeightPlace:
     rows, columns = place.source
     first = part.half * num_rows
-    source = (slice(first + rows.start, first + rows.stop), columns)
-    return replace(place, source=source, expert=part.expert)
+    expert = slice(part.expert, part.expert + 1)
+    source = (expert, slice(first + rows.start, first + rows.stop), columns)
+    return replace(place, source=source, is_stacked=True)
 
 
 def _scales_of_rows(specs: Mapping[str, TensorSpec]) -> dict[str, tuple[str, ...]]:
@@ -261,11 +332,11 @@ def kernel_places(
 ) -> Places:
     """Return places by the parameters' own names. NAME is for every rank that has the parameter,
     unless their shapes differ, NAME@tpN only for tensor-parallel rank N."""
-    places: dict[str, list[_WeightPlace]] = {}
+    places: dict[str, list[WeightPlace]] = {}
     tensors: dict[str, tuple[str, ...]] = {}
     for parameter in stage.parameters():
         for name in (parameter.name, f"{parameter.name}@tp{tp_rank}"):
-            places[name] = [_of_parameter(parameter)]
+            places[name] = [WeightPlace.of_parameter(parameter)]
             tensors[name] = tuple(piece.name for piece in parameter.held_pieces)
     specs: dict[str, TensorSpec] = {}
     dtypes: dict[str, torch.dtype] = {}
@@ -284,7 +355,8 @@ def kernel_places(
     for name in uneven:  # one rank has more experts than another
         for known in (places, tensors, specs, dtypes):
             known.pop(name, None)
-    return Places(places, tensors, specs, dtypes, list(required.values()), scales={}, aliases={})
+    quantized = [name for name, spec in specs.items() if spec.kind not in _SINGLE_VALUES]
+    return Places(places, tensors, specs, dtypes, list(required.values()), {}, {}, quantized)
 
 
 def _parameters(
@@ -296,15 +368,3 @@ def _parameters(
 def _parameter_spec(parameter: Parameter) -> TensorSpec:
     kinds: dict[torch.dtype, Kind] = {FP8: "fp8", torch.int32: "int4_stored"}
     return TensorSpec(tuple(parameter.data.shape), kinds.get(parameter.data.dtype, "matrix"))
-
-
-def _of_piece(parameter: Parameter, piece: Piece) -> _WeightPlace:
-    def write(region: tuple[slice, ...], values: Tensor) -> None:
-        parameter.write(region, piece.arranged(values))
-
-    return _WeightPlace(write, piece.source, piece.target, piece.is_repeated)
-
-
-def _of_parameter(parameter: Parameter) -> _WeightPlace:
-    whole = tuple(slice(0, size) for size in parameter.data.shape)
-    return _WeightPlace(parameter.store, whole, whole)

@@ -90,6 +90,13 @@ class WeightState:
         """Record that these tensors are complete."""
         self._missing.difference_update(names)
 
+    def changing(self, names: Iterable[str]) -> frozenset[str]:
+        """Record that single elements of these tensors are being overwritten. Return those that are
+        complete afterwards, for written(): the others were not before."""
+        whole = self._names.intersection(names) - self._missing
+        self.writing(names)
+        return whole
+
     def finish(self, identity: SourceIdentity, version: int) -> None:
         """Close the update: the weights are complete. identity: of the weights that the update has
         brought; version: their number, of next_version.

@@ -37,6 +37,8 @@ DTYPE_NAMES: dict[torch.dtype, wt.TensorDtype] = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
     torch.float8_e4m3fn: "float8_e4m3fn",
+    torch.int32: "int32",
+    torch.int64: "int64",
 }
 _NUM_BUFFERS = 2
 _WATCHDOG_GRACE = timedelta(minutes=10)

@@ -21,8 +21,10 @@ from rpc_schema.errors import (
 from worker_client.errors import (
     config_error,
 )
+from worker_client.group.weights_state import WeightsVersion
 from worker_client.trainer.broadcast import DTYPE_NAMES, BroadcastChannel, TransferStopped
 from worker_client.trainer.cuda_blocks import locate
+from worker_client.trainer.deltas import Change, SentTensors, SparseDelta, as_tensors
 from worker_client.wire.worker_client import TensorList
 from worker_client.worker_group import WorkerGroup
 
@@ -31,6 +33,7 @@ PACKED_BYTES = 256 << 20
 REFUSAL_S = 2.0
 """Maximum time between a worker's refusal of the RPC and its refusal at the communicator."""
 _T = TypeVar("_T")
+ChangeT = TypeVar("ChangeT", bound=Change)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,9 @@ class WeightSender:
         self._channel: BroadcastChannel | None = None
         self._has_engine = False
         self._rounds = itertools.count(1)
+        self._sent = SentTensors()
+        self._sent_version: WeightsVersion | None = None
+        """Version that the workers' weights had when they were those of _sent."""
 
     def __enter__(self) -> "WeightSender":
         return self
@@ -112,7 +118,7 @@ class WeightSender:
 
     def send(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Change],
         *,
         format: wt.WeightFormat = "checkpoint",
         partial: bool = False,
@@ -123,7 +129,8 @@ class WeightSender:
 
         tensors: by checkpoint or kernel name, of any device and strides (ipc: contiguous, on the
         workers' GPU). Of names that share a tensor, as with tied embeddings, only the first is
-        sent. packed_bytes: size of the buffers that small tensors share; 0 sends each by itself.
+        sent. A SparseDelta changes elements of a tensor; it needs `partial`. packed_bytes: size of
+        the buffers that small tensors share; 0 sends each by itself.
         version: as GroupWeights.start_update takes it.
 
         Raises:
@@ -133,12 +140,13 @@ class WeightSender:
                 weights are dirty until another send() or GroupWeights.reload() succeeds.
         """
         unique = _without_aliases(tensors)
-        listed = _list(unique)
+        sent = as_tensors(unique)
+        listed = _list(sent)
         if not self._has_engine:
             self.connect()
         self._group.weights.start_update(format, partial=partial, version=version)
         try:
-            replies = self._update(listed, list(unique.values()), packed_bytes)
+            replies = self._update(listed, list(sent.values()), packed_bytes) if sent else []
         except ConfigError:
             raise  # all refused before the first byte: the communicator is intact
         except BaseException:
@@ -147,10 +155,46 @@ class WeightSender:
         finished = self._group.weights.finish_update()
         return SendReport(
             num_tensors=len(unique),
-            size_bytes=max(reply.size_bytes for reply in replies),
-            seconds=max(reply.seconds for reply in replies),
+            size_bytes=max((reply.size_bytes for reply in replies), default=0),
+            seconds=max((reply.seconds for reply in replies), default=0.0),
             version=finished[0].version,
         )
+
+    def send_changes(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        format: wt.WeightFormat = "checkpoint",
+        packed_bytes: int = PACKED_BYTES,
+        version: int | None = None,
+    ) -> SendReport:
+        """Replace the weights of every rank, but send only what differs from the last
+        send_changes(): single elements, or whole tensors where that takes fewer bytes. The first
+        time, and if the workers have had other weights since, everything is sent.
+
+        Bits are compared, so give tensors in the dtype of the workers: a small step changes all
+        float32 values, but few when rounded to bfloat16. A copy of the tensors is kept on their
+        device. Takes and raises as send() does.
+        """
+        unique = _without_aliases(tensors)
+        is_partial = self._is_held()
+        if not is_partial:
+            self._sent = SentTensors()
+        changes = self._sent.changes(unique)
+        report = self.send(
+            changes, format=format, partial=is_partial, packed_bytes=packed_bytes, version=version
+        )
+        self._sent.record(changes)
+        self._sent_version = self._group.weights.version
+        return report
+
+    def _is_held(self) -> bool:
+        """Return True if the workers have the tensors that send_changes() sent last."""
+        known = self._group.weights.version
+        if known is None or known != self._sent_version:
+            return False
+        states = {status.weights.state for status in self._group.get_status() if status.weights}
+        return states == {"whole"}
 
     def _update(
         self, listed: TensorList, tensors: Sequence[Tensor], packed_bytes: int
@@ -177,7 +221,7 @@ class WeightSender:
             try:
                 result = call()
             except ConfigError:
-                if not _was_refused(sending):
+                if not _is_intact(sending):
                     self.close()
                 raise
             except BaseException:
@@ -187,23 +231,33 @@ class WeightSender:
             return result
 
 
-def _was_refused(sending: "Future[None]") -> bool:
-    """Return True if the workers refused at the communicator too, which is intact then."""
+def _is_intact(sending: "Future[None]") -> bool:
+    """Return True if the workers refused at the communicator too, or have received everything: it
+    can be used again."""
     try:
-        return isinstance(sending.exception(REFUSAL_S), TransferStopped)
+        error = sending.exception(REFUSAL_S)
     except TimeoutError:
         return False
+    return error is None or isinstance(error, TransferStopped)
 
 
-def _without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    seen: set[tuple[int, torch.Size, torch.dtype, torch.device]] = set()
-    unique = {}
+def _without_aliases(tensors: Mapping[str, ChangeT]) -> dict[str, ChangeT]:
+    seen: set[tuple[object, ...]] = set()
+    unique: dict[str, ChangeT] = {}
     for name, tensor in tensors.items():
-        identity = (tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device)
-        if identity not in seen or not tensor.numel():
-            seen.add(identity)
+        memory = _memory_of(tensor)
+        if memory is None or memory not in seen:
             unique[name] = tensor
+        if memory is not None:
+            seen.add(memory)
     return unique
+
+
+def _memory_of(change: Change) -> tuple[object, ...] | None:
+    """Return what names of one tensor have in common; None if it has no elements, or is a delta."""
+    if isinstance(change, SparseDelta) or not change.numel():
+        return None
+    return change.data_ptr(), change.shape, change.dtype, change.device
 
 
 def _list(tensors: Mapping[str, Tensor]) -> TensorList:

@@ -200,7 +200,7 @@ def test_an_update_from_files_by_the_published_names(tmp_path, name, names_them)
 
     def place(rows):
         for each in rows:
-            places.fill(each.name, each.first_row, each.values)
+            places.fill(manifest.names[each.tensor], each.first_row, each.values)
 
     reader.receive(manifest, source, place)
     places.check_complete(manifest.names)

@@ -276,7 +276,7 @@ def update_from(path, places, names=()):
 
     def place(rows):
         for each in rows:
-            places.fill(each.name, each.first_row, each.values)
+            places.fill(manifest.names[each.tensor], each.first_row, each.values)
 
     reader.receive(manifest, source, place)
     places.check_complete(manifest.names)

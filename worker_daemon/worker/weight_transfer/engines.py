@@ -7,7 +7,7 @@ Used on the step thread, except abort().
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -26,6 +26,7 @@ from worker_daemon.distributed.transfer_group import (
 from worker_daemon.errors import config_error
 from worker_daemon.models.file_identity import file_identity, file_stamps
 from worker_daemon.models.safetensors_file import full_name
+from worker_daemon.models.sparse_delta import delta_part, in_order
 from worker_daemon.models.weight_places import Manifest, Places, packed_tensor
 from worker_daemon.models.weights import (
     hold_the_same,
@@ -45,6 +46,8 @@ DTYPES: Final = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float8_e4m3fn": torch.float8_e4m3fn,
+    "int32": torch.int32,
+    "int64": torch.int64,
 }
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -52,7 +55,8 @@ _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 class Rows(NamedTuple):
     """Received rows of one tensor."""
 
-    name: str
+    tensor: int
+    """Its index in the manifest."""
     first_row: int
     values: Tensor
     """[rows, ...], whole rows; in the tensor's own shape if it was received in one piece."""
@@ -243,8 +247,8 @@ class IpcReader(TransferEngine):
                 source.blocks, source.offsets, manifest.shapes, manifest.dtypes, strict=True
             )
         ]
-        for name, values in zip(manifest.names, views, strict=True):
-            place([Rows(name, 0, values, True)])
+        for tensor, values in enumerate(views):
+            place([Rows(tensor, 0, values, True)])
         _synchronize(self._device)
         num_bytes = sum(view.numel() * view.element_size() for view in views)
         del views
@@ -282,12 +286,13 @@ class DiskReader(TransferEngine):
         if not names:
             # A packed tensor of the model's is kept, and refused later: updates do not unpack.
             wanted = sorted(held.difference(copies))
-            names = [each for each in wanted if each in known or packed_tensor(each) in known]
+            names = [each for each in wanted if _is_known(each, known)]
         for alias in copies:
             name = places.aliases[alias]
             if {alias, name} & set(names) and not hold_the_same(directory, name, alias):
                 problem = f"the files have another {alias} than {name}; the loaded model has one"
                 raise config_error("names", alias, problem, "reset and load that checkpoint")
+        names = in_order(names, known)
         headers = read_headers(directory, names)
         return Manifest(
             tuple(names),
@@ -308,11 +313,11 @@ class DiskReader(TransferEngine):
         assert isinstance(source, wt.DiskSource), "described before"
         headers = read_headers(confine_directory(source.model, self._roots), manifest.names)
         num_bytes = 0
-        for name in manifest.names:
+        for tensor, name in enumerate(manifest.names):
             num_left = math.prod(headers[name].shape)
             for first, values in read_parts(headers[name].path, name):
                 num_left -= values.numel()
-                place([Rows(name, first, values, num_left == 0)])
+                place([Rows(tensor, first, values, num_left == 0)])
                 num_bytes += values.numel() * values.element_size()
         _synchronize(self._device)
         return num_bytes
@@ -336,18 +341,23 @@ def _named(message: wt.UpdateWeights, former: Manifest | None) -> Manifest:
     return Manifest(tuple(map(full_name, message.names)), dtypes, message.shapes)
 
 
+def _is_known(name: str, known: Collection[str]) -> bool:
+    """Return True for a tensor of the model, packed or not, and for a part of its sparse delta."""
+    return name in known or packed_tensor(name) in known or delta_part(name, known) is not None
+
+
 def _rows(manifest: Manifest, part: Part, received: Tensor) -> Rows:
     dtype, shape = manifest.dtypes[part.tensor], manifest.shapes[part.tensor]
     raw = received[part.offset : part.offset + part.num_bytes]
     values = raw.view(dtype).view(part.stop - part.start, *shape[1:])
-    return Rows(manifest.names[part.tensor], part.start, values, part.is_last)
+    return Rows(part.tensor, part.start, values, part.is_last)
 
 
 def _empty_rows(manifest: Manifest) -> list[Rows]:
     """Return the tensors without elements, which no transfer contains."""
     return [
-        Rows(name, 0, torch.empty(shape, dtype=dtype), True)
-        for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)
+        Rows(tensor, 0, torch.empty(shape, dtype=dtype), True)
+        for tensor, (dtype, shape) in enumerate(zip(manifest.dtypes, manifest.shapes, strict=True))
         if 0 in shape
     ]
 

@@ -5,6 +5,7 @@ Used on the step thread, except abort().
 """
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from rpc_schema import weight_transfer as wt
-from rpc_schema.errors import StateError
+from rpc_schema.errors import ConfigError, StateError
 from worker_daemon.distributed.transfer_group import TrainerRendezvous
 from worker_daemon.errors import config_error
 from worker_daemon.layers.quantization import Int4Quantization
+from worker_daemon.models.sparse_delta import DeltaIndices
 from worker_daemon.models.update_identity import UpdateIdentity
 from worker_daemon.models.weight_places import Manifest, Places, checkpoint_places, kernel_places
 from worker_daemon.phases import SetPhase
@@ -129,7 +131,9 @@ class WeightTransfer:
 
         Raises:
             StateError: no update is open.
-            ConfigError: the tensors are not the model's, or the request is for another engine.
+            ConfigError: the tensors are not the model's, or the request is for another engine; or
+                indices of a sparse delta are wrong, which is known once they have been received:
+                then nothing of the request is written.
             CheckpointError: files are missing, truncated or not the model's.
             CapacityError: there is no memory for the buffers.
             TransferError: the transfer failed, and the update with it: the weights are dirty, and
@@ -143,13 +147,13 @@ class WeightTransfer:
             raise config_error("source", type(message.source).__name__, problem, fix)
         try:
             manifest = engine.describe(message, self._former, update.places)
-            update.places.check(manifest, update.received)
+            update.places.check(manifest, update.received, partial=update.partial)
             engine.reserve(manifest, message.source)
         except Exception:
             engine.refuse(message.source)
             raise
         self._former = manifest
-        writer = _Writer(update, len(manifest.names), self._timeout_s, self._set_phase)
+        writer = _Writer(update, manifest, self._timeout_s, self._set_phase)
         try:
             with self._waiting():
                 engine.accept(message.source)
@@ -158,6 +162,8 @@ class WeightTransfer:
         except BaseException as error:
             self._fail(f"{type(error).__name__} in update_weights: {error}")
             raise
+        if writer.fault is not None:
+            raise writer.fault
         update.received.update(update.places.received(manifest))
         update.model.weights.publish()
         return RoundReport(writer.num_tensors, size_bytes, time.monotonic() - began)
@@ -230,11 +236,17 @@ class _Writer:
     """Writes received rows to their places, and updates the weights' state and the phase."""
 
     def __init__(
-        self, update: _Update, num_tensors: int, timeout_s: float, set_phase: SetPhase
+        self, update: _Update, manifest: Manifest, timeout_s: float, set_phase: SetPhase
     ) -> None:
         self.num_tensors = 0
+        self.fault: ConfigError | None = None
+        """The error of indices that have arrived. Nothing is written then, but the rest of the
+        request is received, so that the communicator stays usable."""
         self._update = update
-        self._of = num_tensors
+        self._manifest = manifest
+        self._indices = DeltaIndices()
+        self._whole_after: dict[str, frozenset[str]] = {}
+        """Tensor whose delta is being written -> those of this rank that are complete after it."""
         self._num_complete = 0
         self._silence_s = timeout_s + _SLACK_S
         self._set_phase = set_phase
@@ -242,23 +254,54 @@ class _Writer:
         self._show()
 
     def place(self, pieces: Sequence[Rows]) -> None:
-        places, weights = self._update.places, self._update.model.weights
         for rows in pieces:
-            names = places.names_of(rows.name, rows.values.dtype)
-            if names:
-                weights.writing(names)
-                places.fill(rows.name, rows.first_row, rows.values)
-            if rows.is_last:
-                weights.written(names)
-                self.num_tensors += bool(names)
-                self._num_complete += 1
+            if self.fault is None:
+                self._place(rows)
+            self._num_complete += rows.is_last
         self._show()
+
+    def _place(self, rows: Rows) -> None:
+        name = self._manifest.names[rows.tensor]
+        delta = self._update.places.delta_part(name)
+        if delta is None:
+            self._fill(name, rows)
+        elif delta.part == "values":
+            self._change(delta.name, rows)
+        else:
+            size = self._manifest.shapes[rows.tensor][0]
+            self._indices.take(delta.name, rows.first_row, rows.values, size)
+            if rows.is_last:
+                shape = self._update.places.specs[delta.name].shape
+                self.fault = self._indices.fault(delta.name, math.prod(shape))
+
+    def _fill(self, name: str, rows: Rows) -> None:
+        places, weights = self._update.places, self._update.model.weights
+        names = places.names_of(name, rows.values.dtype)
+        if names:
+            weights.writing(names)
+            places.fill(name, rows.first_row, rows.values)
+        if rows.is_last:
+            weights.written(names)
+            self.num_tensors += bool(names)
+
+    def _change(self, name: str, rows: Rows) -> None:
+        places, weights = self._update.places, self._update.model.weights
+        names = places.names_of(name, rows.values.dtype)
+        if rows.first_row == 0:
+            self._whole_after[name] = weights.changing(names)
+        if names:
+            indices = self._indices.of(name, rows.first_row, len(rows.values))
+            places.scatter(name, indices, rows.values)
+        if rows.is_last:
+            weights.written(self._whole_after.pop(name))
+            self.num_tensors += bool(names)
 
     def _show(self) -> None:
         now = time.monotonic()
         if now - self._phase_s >= _PHASE_EVERY_S:
             self._phase_s = now
-            self._set_phase(f"UPDATING {self._num_complete} of {self._of}", self._silence_s)
+            num_tensors = len(self._manifest.names)
+            self._set_phase(f"UPDATING {self._num_complete} of {num_tensors}", self._silence_s)
 
 
 def _meeting(engine: wt.BroadcastEngine, timeout_s: float, place: RankPlace) -> TrainerRendezvous:

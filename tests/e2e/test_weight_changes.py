@@ -1,0 +1,106 @@
+"""Updates that bring a part of the weights: single elements that a trainer's step has changed.
+After them a group has the same tokens as transformers with the changed weights, and the same
+checksums as a fresh load."""
+
+import copy
+import random
+
+import pytest
+import torch
+
+from rpc_schema.errors import ConfigError
+from tests.support.checkpoints import Checkpoint, decisive_prompts
+from tests.support.serving import assert_greedy, generate, greedy_request
+from worker_client.trainer.deltas import SparseDelta
+from worker_client.trainer.sender import WeightSender
+
+ARCHITECTURE = "Qwen3ForCausalLM"
+TOKENS = 6
+TIMEOUT_S = 20.0
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def seed():
+    value = random.randrange(1 << 30)
+    print("seed", value)
+    return value
+
+
+def requests_for(model, seed):
+    prompts = decisive_prompts(model, seed, [9, 17], TOKENS)
+    return [greedy_request(f"r{i}", prompt, TOKENS) for i, prompt in enumerate(prompts)]
+
+
+def tensors_of(model):
+    return dict(model.model.state_dict())
+
+
+def checksums(group):
+    return [reply.checksums for reply in group.weights.compute_checksums()]
+
+
+def contents(group):
+    """What names the weights' contents on each rank."""
+    return {status.weights.identity.content for status in group.get_status()}
+
+
+def step_of_training(model, path, seed):
+    """A checkpoint that differs from a model's in a few elements of every tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    trained = copy.deepcopy(model.model)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            places = torch.randperm(parameter.numel(), generator=generator)
+            places = places[: 1 + parameter.numel() // 40]
+            scale = parameter.abs().mean()
+            parameter.view(-1)[places] += scale * torch.randn(len(places), generator=generator)
+    trained.save_pretrained(path)
+    return Checkpoint(path, trained)
+
+
+@pytest.mark.parametrize(
+    ("pp", "tp", "packed_bytes", "tied"), [(2, 1, 0, True), (1, 2, 5_000, False)]
+)
+def test_what_a_step_of_training_changed(
+    serve, checkpoint, model_root, seed, pp, tp, packed_bytes, tied
+):
+    options = {"tie_word_embeddings": tied, "num_hidden_layers": 2}
+    old = checkpoint(ARCHITECTURE, seed=91, **options)
+    new = step_of_training(old, model_root / f"trained-{pp}-{tp}", seed)
+    with serve(new.path, pp, tp) as (group, _):
+        expected = checksums(group)
+    with serve(old.path, pp, tp) as (group, loaded):
+        before = checksums(group)
+        with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
+            # Nothing is known of what the workers have: everything is sent.
+            whole = sender.send_changes(tensors_of(old), packed_bytes=packed_bytes)
+            assert checksums(group) == before
+            channel = sender._channel
+            # A wrong index is known once it has come: nothing is written, and nobody leaves.
+            wrong = {UP: SparseDelta(torch.tensor([1, 64 * 96]), torch.zeros(2))}
+            words = rf"outside {UP}; field {UP}.indices = {64 * 96};"
+            with pytest.raises(ConfigError, match=words):
+                sender.send(tensors_of(new) | wrong, partial=True, packed_bytes=packed_bytes)
+            assert checksums(group) == before
+            assert {status.weights.num_dirty for status in group.get_status()} == {0}
+            # The update is still open, so the workers' weights are not those sent last.
+            again = sender.send_changes(tensors_of(old), packed_bytes=packed_bytes)
+            assert again.size_bytes == whole.size_bytes
+            assert sender._channel is channel
+            report = sender.send_changes(tensors_of(new), packed_bytes=packed_bytes)
+            assert report.version == again.version + 1
+            assert report.num_tensors == whole.num_tensors
+            assert 0 < report.size_bytes < whole.size_bytes / 8
+            assert checksums(group) == expected
+            assert len(contents(group)) == 1
+            requests = requests_for(new, seed)
+            assert_greedy(generate(group, loaded, requests), new, requests)
+            # Nothing has changed: a version of equal weights.
+            idle = sender.send_changes(tensors_of(new), packed_bytes=packed_bytes)
+            assert (idle.size_bytes, idle.version) == (0, report.version + 1)
+            # Somebody else changed the weights, so a delta from those sent last would be wrong.
+            group.weights.reload(str(old.path))
+            again = sender.send_changes(tensors_of(new), packed_bytes=packed_bytes)
+            assert again.size_bytes == whole.size_bytes
+            assert checksums(group) == expected
