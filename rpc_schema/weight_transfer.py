@@ -122,13 +122,21 @@ class UpdateWeights(StepRequest["UpdateWeightsReply"], frozen=True, tag=52, kw_o
 
     A partial update may change single elements of a tensor: NAME.indices, int32 or int64 [n], are
     their places in the row-major tensor NAME, increasing, and NAME.values [n] what they become.
-    Both are in one request, in which all indices come before anything else."""
+    Both are in one request, in which all indices come before anything else.
+
+    A tensor may come in pieces, boxes that do not overlap and together are all of it, in any
+    requests of the update; its name then stands once for each."""
 
     names: Annotated[tuple[Name, ...], Meta(max_length=MAX_TENSORS)] = ()
     dtypes: Annotated[tuple[TensorDtype, ...], Meta(max_length=MAX_TENSORS)] = ()
     shapes: Annotated[
         tuple[Annotated[tuple[Count, ...], Meta(max_length=8)], ...], Meta(max_length=MAX_TENSORS)
     ] = ()
+    origins: Annotated[
+        tuple[Annotated[tuple[Count, ...], Meta(max_length=8)], ...], Meta(max_length=MAX_TENSORS)
+    ] = ()
+    """For each tensor: the place of its first element, per dimension, in the tensor of that name
+    that it is a piece of; empty for a whole tensor. Empty: all are whole."""
     source: Source
 
 

@@ -11,7 +11,7 @@ import torch
 from rpc_schema.errors import ConfigError
 from tests.support.checkpoints import Checkpoint, decisive_prompts
 from tests.support.serving import assert_greedy, generate, greedy_request
-from worker_client.trainer.deltas import SparseDelta
+from worker_client.trainer.deltas import SparseDelta, TensorPiece
 from worker_client.trainer.sender import WeightSender
 
 ARCHITECTURE = "Qwen3ForCausalLM"
@@ -104,3 +104,47 @@ def test_what_a_step_of_training_changed(
             again = sender.send_changes(tensors_of(new), packed_bytes=packed_bytes)
             assert again.size_bytes == whole.size_bytes
             assert checksums(group) == expected
+
+
+def pieces_of(tensor):
+    """What two ranks of a trainer hold: rows of matrices and vectors, the second one in columns
+    too."""
+    first, second = tensor.chunk(2)
+    pieces = [TensorPiece((0,) * tensor.dim(), first)]
+    if tensor.dim() == 1:
+        return [*pieces, TensorPiece((len(first),), second)]
+    left, right = second.chunk(2, dim=1)
+    return [
+        TensorPiece((len(first), left.shape[1]), right.contiguous()),
+        *pieces,
+        TensorPiece((len(first), 0), left.contiguous()),
+    ]
+
+
+@pytest.mark.parametrize(("pp", "tp", "packed_bytes"), [(2, 1, 5_000), (1, 2, 0)])
+def test_pieces_that_a_trainers_ranks_hold(serve, checkpoint, pp, tp, packed_bytes):
+    options = {"tie_word_embeddings": False, "num_hidden_layers": 2}
+    old, new = (checkpoint(ARCHITECTURE, seed=seed, **options) for seed in (91, 92))
+    with serve(new.path, pp, tp) as (group, _):
+        expected = checksums(group)
+    with serve(old.path, pp, tp) as (group, loaded):
+        before = checksums(group)
+        sent = {name: pieces_of(tensor) for name, tensor in tensors_of(new).items()}
+        with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
+            twice = sent | {UP: [*sent[UP], sent[UP][0]]}
+            with pytest.raises(ConfigError, match=f"a piece of {UP} overlaps"):
+                sender.send(twice, packed_bytes=packed_bytes)
+            assert checksums(group) == before
+            lacking = sent | {UP: sent[UP][:2]}
+            words = rf"pieces of 1 tensors are missing.*{UP} \(1536 elements\)"
+            with pytest.raises(ConfigError, match=words):
+                sender.send(lacking, packed_bytes=packed_bytes)
+            states = [status.weights for status in group.get_status()]
+            holders = states[1:] if pp == 2 else states
+            assert {each.missing for each in holders} == {(UP,)}
+            report = sender.send(sent, packed_bytes=packed_bytes)
+            assert report.num_tensors == len(sent)
+        assert checksums(group) == expected
+        assert len(contents(group)) == 1
+        requests = requests_for(new, 7)
+        assert_greedy(generate(group, loaded, requests), new, requests)

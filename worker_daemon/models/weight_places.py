@@ -5,7 +5,7 @@ All ranks expect the same tensors of the whole model, so they refuse the same on
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -33,6 +33,7 @@ from worker_daemon.models.sparse_delta import (
     delta_part,
     in_order,
 )
+from worker_daemon.models.update_coverage import Box
 from worker_daemon.models.weight_place import WeightPlace
 
 _MAX_NAMED = 8
@@ -50,6 +51,21 @@ class Manifest:
     names: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int, ...], ...]
+    origins: tuple[tuple[int, ...], ...] = ()
+    """Places of pieces in their tensors, empty for a whole tensor; none at all if all are whole."""
+
+    def origin(self, tensor: int) -> tuple[int, ...]:
+        """Return the place of a piece; empty for a whole tensor."""
+        return self.origins[tensor] if self.origins else ()
+
+    @property
+    def pieces(self) -> dict[str, list[Box]]:
+        """The boxes of tensors that come in pieces."""
+        found: defaultdict[str, list[Box]] = defaultdict(list)
+        for name, shape, origin in zip(self.names, self.shapes, self.origins, strict=False):
+            if origin:
+                found[name].append(Box.at(origin, shape))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +109,18 @@ class Places:
                 problem = f"the loaded model has one tensor for {alias} and {name}"
                 fix = f"leave out {alias}; if they differ, reset and load that checkpoint"
                 raise config_error("names", alias, problem, fix)
+        self._check_named_once(manifest)
         named = set(manifest.names)
-        if len(named) != len(manifest.names):
-            twice = next(n for n in manifest.names if manifest.names.count(n) > 1)
-            raise config_error("names", twice, "a tensor is named twice", "once")
         deltas: defaultdict[str, dict[Part, Incoming]] = defaultdict(dict)
         columns = zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)
-        for name, dtype, shape in columns:
-            delta = self.delta_part(name)
+        for number, (name, dtype, shape) in enumerate(columns):
+            delta, origin = self.delta_part(name), manifest.origin(number)
             if delta is None:
-                self._check_whole(name, dtype, shape, named)
+                self._check_tensor(name, dtype, shape, origin)
+                self._check_scales(name, dtype, named)
+            elif origin:
+                problem = "half of a sparse delta comes as a piece"
+                raise config_error("origins", list(origin), f"{name}: {problem}", "leave it out")
             else:
                 deltas[delta.name][delta.part] = Incoming(dtype, shape)
         for name, parts in deltas.items():
@@ -114,17 +132,51 @@ class Places:
         delta = self.delta_part(name)
         return name if delta is None else delta.name
 
-    def _check_whole(
-        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], named: Collection[str]
+    def _check_named_once(self, manifest: Manifest) -> None:
+        pieces: set[str] = set()
+        whole: list[str] = []
+        for number, name in enumerate(manifest.names):
+            if manifest.origin(number):
+                pieces.add(name)
+            else:
+                whole.append(name)
+        counts = Counter([*whole, *pieces])
+        twice = next((name for name, count in counts.items() if count > 1), None)
+        if twice is not None:
+            fix = "once, or all of it in pieces" if twice in pieces else "once"
+            raise config_error("names", twice, "a tensor is named twice", fix)
+
+    def _check_tensor(
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], origin: tuple[int, ...]
     ) -> None:
         spec = self.specs.get(name)
         if spec is None:
             fix = self._suggestion(name)
             raise config_error("names", name, "the model has no such tensor", fix)
-        if not spec.fits(shape):
+        if origin:
+            self._check_piece(name, dtype, shape, origin)
+        elif not spec.fits(shape):
             fix = f"send it as {list(spec.shape)}"
             raise config_error("shapes", list(shape), f"{name} has another shape", fix)
         self._check_dtype(name, dtype)
+
+    def _check_piece(
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], origin: tuple[int, ...]
+    ) -> None:
+        full = self.specs[name].shape
+        if not len(origin) == len(shape) == len(full):
+            problem = f"a piece of {name} has another number of dimensions"
+            raise config_error("origins", list(origin), problem, f"{len(full)} of {list(full)}")
+        box = Box.at(origin, shape)
+        if any(stop > size for stop, size in zip(box.stop, full, strict=True)):
+            problem = f"a piece of {name} is outside it"
+            raise config_error("origins", str(box), problem, f"within {list(full)}")
+        if name in self.quantized and dtype != FP8 and shape[1:] != full[1:] and box.size:
+            problem = f"{name} is quantized here, each row by its largest value"
+            fix = f"cut it along its first dimension alone: [n, {str(list(full[1:]))[1:]}"
+            raise config_error("shapes", list(shape), problem, fix)
+
+    def _check_scales(self, name: str, dtype: torch.dtype, named: Collection[str]) -> None:
         computed = () if dtype == FP8 else self.scales.get(name, ())
         sent = next((s for s in computed if s in named and not s.endswith(_INPUT_SCALE)), None)
         if sent is not None:
@@ -179,12 +231,15 @@ class Places:
             fix = "send them with update_weights, or start a partial update"
             raise config_error("names", sorted(missing)[:_MAX_NAMED], problem, fix)
 
-    def fill(self, name: str, first_row: int, values: Tensor) -> None:
+    def fill(self, name: str, first_row: int, values: Tensor, origin: Sequence[int] = ()) -> None:
         """Copy rows of an incoming tensor, from first_row on, into this rank's parameters.
-        values: [rows, ...] of any floating-point dtype, on any device."""
+        values: [rows, ...] of any floating-point dtype, on any device. origin: the place of the
+        tensor in that of which it is a piece."""
+        if not values.numel():
+            return
         for place in self.places.get(name, ()):
-            origin = (first_row, *(0 for _ in place.source[1:]))
-            place.fill(origin, values)
+            first, *others = origin or (0 for _ in place.source)
+            place.fill((first + first_row, *others), values)
 
     def scatter(self, name: str, indices: Tensor, values: Tensor) -> None:
         """Set single elements of a tensor, as far as this rank has them.
@@ -209,11 +264,13 @@ class Places:
         names = self.tensors.get(name, ())
         return (*names, *self._implied(name, dtype)) if names else ()
 
-    def received(self, manifest: Manifest) -> Iterator[str]:
-        """Yield the names of all incoming tensors, and of those that they make unnecessary."""
+    def received(self, manifest: Manifest, incomplete: Collection[str] = ()) -> Iterator[str]:
+        """Yield the names of all incoming tensors, and of those that they make unnecessary.
+        incomplete: names of tensors of which pieces are missing, and which are left out."""
         for name, dtype in zip(manifest.names, manifest.dtypes, strict=True):
-            yield name
-            yield from self._implied(name, dtype)
+            if name not in incomplete:
+                yield name
+                yield from self._implied(name, dtype)
 
     def _implied(self, name: str, dtype: torch.dtype) -> tuple[str, ...]:
         return () if dtype == FP8 else self.scales.get(name, ())

@@ -1,7 +1,7 @@
-"""Changes of a trainer's tensors since workers were sent them: whole tensors, or the places and new
-values of single elements."""
+"""A trainer's tensors as it sends them: whole, in pieces, or as the places and new values of the
+elements that have changed since workers were sent them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple, TypeAlias
 
@@ -32,6 +32,28 @@ Change: TypeAlias = Tensor | SparseDelta
 """New content of a tensor, or of some of its elements."""
 
 
+class TensorPiece(NamedTuple):
+    """A box of a tensor, as one rank of a trainer has it: the local tensor of a DTensor, and what
+    compute_local_shape_and_global_offset returns for it."""
+
+    origin: tuple[int, ...]
+    """Place of its first element in the whole tensor, in each dimension."""
+    values: Tensor
+
+
+Sent: TypeAlias = Tensor | SparseDelta | Sequence[TensorPiece]
+"""Content of a tensor for an update. Pieces do not overlap; those of one update are all of it."""
+
+
+class UpdateEntry(NamedTuple):
+    """A tensor of an update."""
+
+    name: str
+    values: Tensor
+    origin: tuple[int, ...] = ()
+    """Origin of a piece; empty for a whole tensor."""
+
+
 def find_change(old: Tensor | None, new: Tensor) -> Change | None:
     """Return what makes a tensor `new` that was `old`: None if nothing, the elements whose bits
     differ, or all of `new` where that takes fewer bytes, or where `old` is None or of another form.
@@ -55,14 +77,21 @@ def as_tensors(changes: Mapping[str, Change]) -> dict[str, Tensor]:
     """Return changes as the tensors of an update, by name and in order: NAME.indices of each sparse
     delta, then NAME.values, and tensors that are whole. save_file of safetensors writes what the
     disk engine reads."""
-    deltas = {name: each for name, each in changes.items() if isinstance(each, SparseDelta)}
-    tensors = {f"{name}.indices": delta.indices for name, delta in deltas.items()}
-    for name, change in changes.items():
-        if isinstance(change, SparseDelta):
-            tensors[f"{name}.values"] = change.values
+    return {entry.name: entry.values for entry in entries_of(changes)}
+
+
+def entries_of(sent: Mapping[str, Sent]) -> list[UpdateEntry]:
+    """Return the tensors of an update, in order: like as_tensors(), with the pieces of tensors."""
+    deltas = {name: each for name, each in sent.items() if isinstance(each, SparseDelta)}
+    entries = [UpdateEntry(f"{name}.indices", delta.indices) for name, delta in deltas.items()]
+    for name, each in sent.items():
+        if isinstance(each, SparseDelta):
+            entries.append(UpdateEntry(f"{name}.values", each.values))
+        elif isinstance(each, Tensor):
+            entries.append(UpdateEntry(name, each))
         else:
-            tensors[name] = change
-    return tensors
+            entries += [UpdateEntry(name, piece.values, tuple(piece.origin)) for piece in each]
+    return entries
 
 
 class SentTensors:

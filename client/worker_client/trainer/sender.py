@@ -24,7 +24,7 @@ from worker_client.errors import (
 from worker_client.group.weights_state import WeightsVersion
 from worker_client.trainer.broadcast import DTYPE_NAMES, BroadcastChannel, TransferStopped
 from worker_client.trainer.cuda_blocks import locate
-from worker_client.trainer.deltas import Change, SentTensors, SparseDelta, as_tensors
+from worker_client.trainer.deltas import Sent, SentTensors, UpdateEntry, entries_of
 from worker_client.wire.worker_client import TensorList
 from worker_client.worker_group import WorkerGroup
 
@@ -33,7 +33,7 @@ PACKED_BYTES = 256 << 20
 REFUSAL_S = 2.0
 """Maximum time between a worker's refusal of the RPC and its refusal at the communicator."""
 _T = TypeVar("_T")
-ChangeT = TypeVar("ChangeT", bound=Change)
+ChangeT = TypeVar("ChangeT", bound=Sent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class WeightSender:
 
     def send(
         self,
-        tensors: Mapping[str, Change],
+        tensors: Mapping[str, Sent],
         *,
         format: wt.WeightFormat = "checkpoint",
         partial: bool = False,
@@ -129,8 +129,9 @@ class WeightSender:
 
         tensors: by checkpoint or kernel name, of any device and strides (ipc: contiguous, on the
         workers' GPU). Of names that share a tensor, as with tied embeddings, only the first is
-        sent. A SparseDelta changes elements of a tensor; it needs `partial`. packed_bytes: size of
-        the buffers that small tensors share; 0 sends each by itself.
+        sent. A SparseDelta changes elements of a tensor; it needs `partial`. A sequence of
+        TensorPiece is a tensor in pieces. packed_bytes: size of the buffers that small tensors
+        share; 0 sends each by itself.
         version: as GroupWeights.start_update takes it.
 
         Raises:
@@ -140,13 +141,14 @@ class WeightSender:
                 weights are dirty until another send() or GroupWeights.reload() succeeds.
         """
         unique = _without_aliases(tensors)
-        sent = as_tensors(unique)
-        listed = _list(sent)
+        entries = entries_of(unique)
+        listed = _list(entries)
         if not self._has_engine:
             self.connect()
         self._group.weights.start_update(format, partial=partial, version=version)
         try:
-            replies = self._update(listed, list(sent.values()), packed_bytes) if sent else []
+            sent = [entry.values for entry in entries]
+            replies = self._update(listed, sent, packed_bytes) if sent else []
         except ConfigError:
             raise  # all refused before the first byte: the communicator is intact
         except BaseException:
@@ -253,21 +255,23 @@ def _without_aliases(tensors: Mapping[str, ChangeT]) -> dict[str, ChangeT]:
     return unique
 
 
-def _memory_of(change: Change) -> tuple[object, ...] | None:
-    """Return what names of one tensor have in common; None if it has no elements, or is a delta."""
-    if isinstance(change, SparseDelta) or not change.numel():
+def _memory_of(sent: Sent) -> tuple[object, ...] | None:
+    """Return what names of one tensor share; None if it has no elements, or is not whole."""
+    if not isinstance(sent, Tensor) or not sent.numel():
         return None
-    return change.data_ptr(), change.shape, change.dtype, change.device
+    return sent.data_ptr(), sent.shape, sent.dtype, sent.device
 
 
-def _list(tensors: Mapping[str, Tensor]) -> TensorList:
-    for name, tensor in tensors.items():
+def _list(entries: Sequence[UpdateEntry]) -> TensorList:
+    for name, tensor, _ in entries:
         if tensor.dtype not in DTYPE_NAMES:
             problem = f"{name} has an unsupported dtype"
             fix = f"one of {sorted(DTYPE_NAMES.values())}"
             raise config_error("tensors", str(tensor.dtype), problem, fix)
+    has_pieces = any(entry.origin for entry in entries)
     return TensorList(
-        tuple(tensors),
-        tuple(DTYPE_NAMES[tensor.dtype] for tensor in tensors.values()),
-        tuple(tuple(tensor.shape) for tensor in tensors.values()),
+        tuple(entry.name for entry in entries),
+        tuple(DTYPE_NAMES[entry.values.dtype] for entry in entries),
+        tuple(tuple(entry.values.shape) for entry in entries),
+        tuple(entry.origin for entry in entries) if has_pieces else (),
     )

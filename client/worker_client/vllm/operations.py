@@ -180,7 +180,7 @@ class Operations:
         lists = {key: value for key, value in update_info.items() if key != "source"}
         tensors = _converted("update_info", lists, _Tensors)
         self._group.weights.update(
-            TensorList(tensors.names, tensors.dtypes, tensors.shapes), source
+            TensorList(tensors.names, tensors.dtypes, tensors.shapes, tensors.origins), source
         )
         return [None]
 
@@ -230,6 +230,7 @@ class _Tensors(msgspec.Struct, forbid_unknown_fields=True):
     names: tuple[str, ...] = ()
     dtypes: tuple[wt.TensorDtype, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
+    origins: tuple[tuple[int, ...], ...] = ()
 
 
 _ENGINES: Final = MappingProxyType(

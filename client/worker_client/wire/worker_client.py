@@ -36,6 +36,8 @@ class TensorList(NamedTuple):
     names: tuple[str, ...] = ()
     dtypes: tuple[wt.TensorDtype, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
+    origins: tuple[tuple[int, ...], ...] = ()
+    """Places of pieces; see UpdateWeights."""
 
 
 class AskingClient(HealthClient):

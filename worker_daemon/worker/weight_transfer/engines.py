@@ -275,9 +275,9 @@ class DiskReader(TransferEngine):
         source = message.source
         if not isinstance(source, wt.DiskSource):
             raise _wrong_engine("disk", source)
-        if message.dtypes or message.shapes:
-            problem = "dtypes and shapes come from the files"
-            fix = "leave dtypes and shapes empty"
+        if message.dtypes or message.shapes or message.origins:
+            problem = "dtypes and shapes come from the files, which have whole tensors"
+            fix = "leave dtypes, shapes and origins empty"
             raise config_error("shapes", len(message.shapes), problem, fix)
         directory = confine_directory(source.model, self._roots)
         names = list(map(full_name, message.names))
@@ -325,20 +325,23 @@ class DiskReader(TransferEngine):
 
 def _named(message: wt.UpdateWeights, former: Manifest | None) -> Manifest:
     """Return the tensors that a request names, or those of the previous request."""
-    if not (message.names or message.dtypes or message.shapes):
+    if not (message.names or message.dtypes or message.shapes or message.origins):
         if former is None:
             fix = "send names, dtypes and shapes once"
             raise config_error("names", [], "no names were given, now or before", fix)
         return former
-    if not len(message.names) == len(message.dtypes) == len(message.shapes):
+    lengths = [len(message.names), len(message.dtypes), len(message.shapes)]
+    lengths += [len(message.origins)] if message.origins else []
+    if len(set(lengths)) > 1:
         raise config_error(
             "names",
-            [len(message.names), len(message.dtypes), len(message.shapes)],
-            "names, dtypes and shapes are of different lengths",
+            lengths,
+            "names, dtypes and shapes are of different lengths, or origins are",
             "one of each per tensor, or none at all",
         )
     dtypes = tuple(DTYPES[name] for name in message.dtypes)
-    return Manifest(tuple(map(full_name, message.names)), dtypes, message.shapes)
+    names = tuple(map(full_name, message.names))
+    return Manifest(names, dtypes, message.shapes, message.origins)
 
 
 def _is_known(name: str, known: Collection[str]) -> bool:

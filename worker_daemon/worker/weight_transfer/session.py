@@ -18,6 +18,7 @@ from worker_daemon.distributed.transfer_group import TrainerRendezvous
 from worker_daemon.errors import config_error
 from worker_daemon.layers.quantization import Int4Quantization
 from worker_daemon.models.sparse_delta import DeltaIndices
+from worker_daemon.models.update_coverage import Box, Coverage
 from worker_daemon.models.update_identity import UpdateIdentity
 from worker_daemon.models.weight_places import Manifest, Places, checkpoint_places, kernel_places
 from worker_daemon.phases import SetPhase
@@ -49,6 +50,9 @@ class _Update:
     version: int
     identity: UpdateIdentity
     received: set[str] = field(default_factory=set)
+    """Incoming names that are complete."""
+    coverage: Coverage = field(default_factory=Coverage)
+    """Pieces that have arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +151,9 @@ class WeightTransfer:
             raise config_error("source", type(message.source).__name__, problem, fix)
         try:
             manifest = engine.describe(message, self._former, update.places)
-            update.places.check(manifest, update.received, partial=update.partial)
+            before = (*update.received, *update.coverage.incomplete)
+            update.places.check(manifest, before, partial=update.partial)
+            update.coverage.check(manifest.pieces)
             engine.reserve(manifest, message.source)
         except Exception:
             engine.refuse(message.source)
@@ -164,18 +170,21 @@ class WeightTransfer:
             raise
         if writer.fault is not None:
             raise writer.fault
-        update.received.update(update.places.received(manifest))
+        incomplete = update.coverage.incomplete
+        update.received.update(update.places.received(manifest, incomplete))
         update.model.weights.publish()
-        return RoundReport(writer.num_tensors, size_bytes, time.monotonic() - began)
+        return RoundReport(len(writer.held), size_bytes, time.monotonic() - began)
 
     def finish(self) -> int:
         """Close the update; return the number of the weights' version.
 
         Raises:
             StateError: no update is open, or tensors of this rank are missing.
-            ConfigError: tensors of the model are missing. The update stays open.
+            ConfigError: tensors of the model, or pieces of some, are missing. The update stays
+                open.
         """
         update = self._open_update()
+        update.coverage.check_complete()
         if not update.partial:
             update.places.check_complete(update.received)
         update.model.finish_update(update.identity.value(), update.version)
@@ -238,7 +247,8 @@ class _Writer:
     def __init__(
         self, update: _Update, manifest: Manifest, timeout_s: float, set_phase: SetPhase
     ) -> None:
-        self.num_tensors = 0
+        self.held: set[str] = set()
+        """Names of tensors that this rank holds completely or in part."""
         self.fault: ConfigError | None = None
         """The error of indices that have arrived. Nothing is written then, but the rest of the
         request is received, so that the communicator stays usable."""
@@ -277,12 +287,22 @@ class _Writer:
     def _fill(self, name: str, rows: Rows) -> None:
         places, weights = self._update.places, self._update.model.weights
         names = places.names_of(name, rows.values.dtype)
+        origin = self._manifest.origin(rows.tensor)
         if names:
+            self.held.add(name)
             weights.writing(names)
-            places.fill(name, rows.first_row, rows.values)
-        if rows.is_last:
+            places.fill(name, rows.first_row, rows.values, origin)
+        if rows.is_last and self._completes(name, rows.tensor):
             weights.written(names)
-            self.num_tensors += bool(names)
+
+    def _completes(self, name: str, tensor: int) -> bool:
+        """Record a tensor, or a piece of one; return True unless pieces are missing."""
+        origin, coverage = self._manifest.origin(tensor), self._update.coverage
+        if not origin:
+            coverage.replace(name)
+            return True
+        size = math.prod(self._update.places.specs[name].shape)
+        return coverage.add(name, Box.at(origin, self._manifest.shapes[tensor]), size)
 
     def _change(self, name: str, rows: Rows) -> None:
         places, weights = self._update.places, self._update.model.weights
@@ -290,11 +310,11 @@ class _Writer:
         if rows.first_row == 0:
             self._whole_after[name] = weights.changing(names)
         if names:
+            self.held.add(name)
             indices = self._indices.of(name, rows.first_row, len(rows.values))
             places.scatter(name, indices, rows.values)
         if rows.is_last:
             weights.written(self._whole_after.pop(name))
-            self.num_tensors += bool(names)
 
     def _show(self) -> None:
         now = time.monotonic()
