@@ -169,17 +169,23 @@ def test_an_unquantized_update_is_quantized_in_place(serve, model_root, activati
             assert_greedy(generate(group, loaded, requests), new, requests)
 
 
-def test_unquantized_matrices_with_scales_of_blocks_are_refused(serve, quantized):
-    model = quantized("fp8-block", 90)
-    with serve(model.path) as (group, _):
-        before = checksums(group)
-        with (
-            WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender,
-            pytest.raises(ConfigError, match="another format"),
-        ):
-            name = "model.layers.1.mlp.down_proj.weight"
-            sender.send({name: model.model.state_dict()[name]})
-        assert checksums(group) == before
+@pytest.mark.parametrize(("pp", "tp"), [exhaustively(2, 1), (1, 2)])
+def test_unquantized_matrices_take_scales_of_blocks(serve, quantized, model_root, pp, tp):
+    """In transfers that end within a block; the same as those of a checkpoint in that format."""
+    old = quantized("fp8-block", 90)
+    new = make_checkpoint(
+        model_root / "sent", ARCHITECTURE, seed=98, num_hidden_layers=2, **BLOCK_SIZES
+    )
+    sent = {name: tensor.clone() for name, tensor in new.model.state_dict().items()}
+    quantize(new.path, new.model, *FORMATS["fp8-block"])
+    requests = requests_for(new)
+    with serve(new.path, pp, tp) as (group, _):
+        expected = checksums(group)
+    with serve(old.path, pp, tp) as (group, loaded):
+        with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
+            sender.send(sent, packed_bytes=70_000)
+        assert checksums(group) == expected
+        assert_greedy(generate(group, loaded, requests), new, requests)
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,14 @@ from rpc_schema.errors import (
     CheckpointError,
     ConfigError,
 )
-from rpc_schema.weight_transfer import DiskEngine
 from tests.support.checkpoints import Checkpoint, decisive_prompts, edit_config, make_checkpoint
 from tests.support.exhaustive import exhaustively
 from tests.support.forked_daemons import ForkedDaemons
 from tests.support.quantized_int4 import Scheme, quantize
 from tests.support.serving import assert_greedy, connect, generate, greedy_request, worker_config
 from worker_client.launcher import serve_command
+from worker_client.trainer.deltas import find_change
+from worker_client.trainer.sender import WeightSender
 
 TOKENS = 8
 SIZES = {
@@ -80,9 +81,6 @@ def test_sleep_and_reload(serve, quantized, scheme, tp):
         expected = checksums(group)
     with serve(old.path, 1, tp, enable_sleep_mode=True) as (group, loaded):
         before = checksums(group)
-        group.weights.init_transfer_engine(DiskEngine())
-        with pytest.raises(ConfigError, match="4 bits are not supported"):
-            group.weights.start_update()
         group.memory.sleep(1)
         group.memory.wake_up()
         assert checksums(group) == before
@@ -91,6 +89,34 @@ def test_sleep_and_reload(serve, quantized, scheme, tp):
         group.weights.reload(str(new.path))
         assert checksums(group) == expected
         assert_greedy(generate(group, loaded, requests), new, requests)
+
+
+@pytest.mark.parametrize(("scheme", "pp", "tp"), [(AWQ, 1, 2), (ORDERED, 2, 1)], ids=str)
+def test_an_update_of_a_trainer_is_quantized_here(serve, quantized, model_root, scheme, pp, tp):
+    """After a sleep that keeps no weights too. Tokens equal those of transformers with the values
+    that the tests' quantizer gives."""
+    old = quantized(scheme, 90)
+    new = make_checkpoint(model_root / f"sent-{scheme}", "Qwen3ForCausalLM", seed=92, **SIZES)
+    sent = {name: tensor.clone() for name, tensor in new.model.state_dict().items()}
+    torch.manual_seed(90)  # the columns' order is that of the old weights
+    quantize(new.path, new.model, scheme, (), torch.float32)
+    requests = requests_for(new)
+    with serve(old.path, pp, tp, enable_sleep_mode=True) as (group, loaded):
+        with WeightSender(group, "gloo", timeout_s=20.0) as sender:
+            wrong = {"model.layers.0.mlp.up_proj.weight": find_change(torch.zeros(9), one_of(9))}
+            with pytest.raises(ConfigError, match=r"share their scales.*up_proj\.weight"):
+                sender.send(wrong, partial=True)
+            group.memory.sleep(2)
+            group.memory.wake_up()
+            sender.send(sent)
+        assert_greedy(generate(group, loaded, requests), new, requests)
+        status = group.get_status()
+        assert len({each.weights.identity.content for each in status}) == 1
+
+
+def one_of(size):
+    """A vector that is 1 in one place."""
+    return torch.nn.functional.one_hot(torch.tensor(4), size).float()
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from worker_daemon.contracts.layer_ops import Fp8Matrix
 from worker_daemon.errors import config_error
 from worker_daemon.layers.parameter import Parameter, Piece
 from worker_daemon.layers.quantization import Activations, Quantization, WeightQuantization
+from worker_daemon.layers.requantize import Fp8Blocks, RowQuantizer
 
 _WEIGHT = ".weight"
 _CHUNK_ELEMENTS = 1 << 22
@@ -80,6 +81,27 @@ class QuantizingParameter(Parameter):
             quantize_rows(values[rows].to(target.device), target[rows], scale[rows])
 
 
+class BlockParameter(Parameter):
+    """A matrix in FP8 with a scale for each block of 128 x 128 values."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        pieces: Sequence[Piece],
+        scale: Parameter,
+        *,
+        name: str,
+        device: torch.device,
+    ) -> None:
+        """scale: float32 [ceil(M / 128), ceil(K / 128)]."""
+        super().__init__(shape, pieces, name=name, dtype=FP8, device=device)
+        self._scale = scale
+
+    def quantizer(self) -> RowQuantizer:
+        """See Parameter."""
+        return Fp8Blocks(self.data, self._scale.data)
+
+
 def quantize_rows(values: Tensor, into: Tensor, scale: Tensor) -> None:
     """Store values [m, K] in into, float8_e4m3fn [m, K], and their scales, float32 [m]: each row's
     largest absolute value becomes 448. A row with a NaN becomes NaN."""
@@ -135,7 +157,9 @@ def make_fp8_parameters(
         scales = [_block_scale(piece) for piece in pieces]
         scale_shape = (_num_blocks(shape[0]), _num_blocks(shape[1]))
         scale = parameter("weight_scale", scale_shape, scales, torch.float32)
-        weight = parameter("weight", shape, values, FP8)
+        weight: Parameter = BlockParameter(
+            shape, values, scale, name=f"{prefix}.weight", device=device
+        )
     else:
         make = _tensor_scale if quantization.scales == "tensor" else _channel_scale
         scale = parameter("weight_scale", shape[:1], [make(p) for p in pieces], torch.float32)

@@ -6,7 +6,7 @@ layout (contracts/int4.py).
 Shapes: K input features, M output features of this rank, G groups of a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from worker_daemon.errors import config_error
 from worker_daemon.layers.int4_formats import PACKINGS, CheckpointPacking, Packing, module_of
 from worker_daemon.layers.parameter import Kind, Parameter, Piece
 from worker_daemon.layers.quantization import Int4Quantization
+from worker_daemon.layers.requantize import Int4Rows, RowQuantizer
 
 _FIELD: Final = "quantization_config.group_size"
 _CHUNK_ELEMENTS: Final = 1 << 24
@@ -64,6 +65,11 @@ class Int4Groups(Int4Parameter):
     zero_offset = 0
     """Added to the zero points of the checkpoint."""
 
+    @property
+    def sent_pieces(self) -> Iterator[Piece]:
+        """See Parameter; none: they are computed from the matrix."""
+        return iter(())
+
     def write(self, region: tuple[slice, ...], values: Tensor) -> None:
         """Convert a complete piece of the checkpoint. region: its target."""
         if region[2] == _SCALE:
@@ -81,6 +87,25 @@ class Int4Values(Int4Parameter):
     order: Parameter | None = None
     """int32 [K]: the column of the checkpoint at each place. Set before values arrive."""
     quantization: Int4Quantization
+    groups: Parameter
+    matrix_pieces: tuple[Piece, ...]
+    """Those of the unquantized matrix."""
+
+    @property
+    def sent_pieces(self) -> Iterator[Piece]:
+        """See Parameter."""
+        return iter(self.matrix_pieces)
+
+    def quantizer(self) -> RowQuantizer:
+        """See Parameter."""
+        order = None if self.order is None else self.order.data
+        return Int4Rows(
+            self.data,
+            self.groups.data,
+            order,
+            has_zeros=self.quantization.has_zeros,
+            is_symmetric=self.quantization.is_symmetric,
+        )
 
     @property
     def num_values(self) -> int:
@@ -159,6 +184,7 @@ def make_int4_parameters(
         device=device,
     )
     values.quantization = quantization
+    values.matrix_pieces = tuple(pieces)
     group_pieces = [
         _group_piece(piece, packing.scale, size, _SCALE, "int4_scale") for piece in pieces
     ]
@@ -174,6 +200,7 @@ def make_int4_parameters(
         dtype=dtype,
         device=device,
     )
+    values.groups = groups
     groups.zero_packing = packing.zero
     groups.zero_offset = quantization.zero_offset
     if quantization.has_order:

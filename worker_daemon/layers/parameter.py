@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from worker_daemon.contracts.fp8 import FP8
+from worker_daemon.layers.requantize import RowQuantizer
 
 Kind = Literal[
     "matrix",
@@ -37,6 +38,7 @@ arrive; int4_stored: values as a parameter has them; int4_order: the order of co
 computed from a checkpoint. mxfp4, mxfp4_scale: values and scales of a matrix in MXFP4, which is
 dequantized as they arrive."""
 _SCALES: Final = ("scale", "input_scale", "computed_scale")
+_KEPT: Final = (*_SCALES, "int4_order")
 _COMPUTED: Final = ("computed_scale", "int4_order")
 _DTYPES: Final[Mapping[Kind, torch.dtype]] = MappingProxyType(
     {
@@ -185,14 +187,24 @@ class Parameter:
         return self.data.numel() * self.data.element_size()
 
     @property
-    def is_scale(self) -> bool:
-        """True for the scales of a quantized matrix, which a loss of the weights leaves."""
-        return all(piece.kind in _SCALES for piece in self.pieces)
+    def is_kept(self) -> bool:
+        """True for the scales and the order of columns of a quantized matrix, which a loss of the
+        weights leaves: an update may bring none."""
+        return all(piece.kind in _KEPT for piece in self.pieces)
 
     @property
     def loaded_pieces(self) -> Iterator[Piece]:
         """Yield the pieces that a checkpoint has."""
         return (piece for piece in self.pieces if piece.kind not in _COMPUTED)
+
+    @property
+    def sent_pieces(self) -> Iterator[Piece]:
+        """Yield the pieces of the tensors that a weight update brings."""
+        return self.loaded_pieces
+
+    def quantizer(self) -> RowQuantizer | None:
+        """Return what quantizes the rows of an update; None if write() takes them."""
+        return None
 
     @property
     def held_pieces(self) -> Iterator[Piece]:

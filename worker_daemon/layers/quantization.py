@@ -77,6 +77,8 @@ class Int4Quantization:
     """Added to the zero points of the checkpoint."""
     has_order: bool = False
     """Groups are not consecutive columns: the checkpoint lists the group of each (g_idx)."""
+    is_symmetric: bool = field(default=False, compare=False)
+    """True if an update makes all zero points 8."""
     ignored: IgnoredModules = field(default_factory=IgnoredModules)
 
     def covers(self, module: str) -> bool:

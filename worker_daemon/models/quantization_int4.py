@@ -34,14 +34,15 @@ def read_gptq(config: Fields) -> Int4Quantization:
     if stored not in _FORMATS:
         fix = f"use a checkpoint in one of {', '.join(_FORMATS)}"
         raise config.error(name, "is not supported", fix)
-    config.flag("sym", True)  # zero points are in the checkpoint either way
+    is_symmetric = config.flag("sym", True)
     size = _group_size(config, "group_size")
     return Int4Quantization(
         "gptq",
         size,
-        has_zeros=True,
+        has_zeros=True,  # they are in the checkpoint either way
         zero_offset=_FORMATS[stored],
         has_order=config.flag("desc_act", False) and size is not None,
+        is_symmetric=is_symmetric,
     )
 
 
@@ -71,11 +72,13 @@ def read_packed(weights: Fields, ignored: IgnoredModules) -> Int4Quantization:
     order = None if weights.is_empty("actorder") else weights.text("actorder")
     if order not in (None, "static", "weight", "group", "dynamic"):
         raise weights.error("actorder", "is not supported", _UNQUANTIZED)
+    is_symmetric = weights.flag("symmetric", True)
     return Int4Quantization(
         "compressed-tensors",
         size,
-        has_zeros=not weights.flag("symmetric", True),
+        has_zeros=not is_symmetric,
         has_order=order in ("group", "dynamic") and size is not None,
+        is_symmetric=is_symmetric,
         ignored=ignored,
     )
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.layers.parameter import Arrangement, Parameter, Piece
+from worker_daemon.layers.requantize import RowQuantizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +24,17 @@ class WeightPlace:
     arrange: Arrangement | None = None
     is_stored: bool = False
     """Values come as the parameter has them."""
+    quantizer: RowQuantizer | None = None
+    """Takes values that are not in FP8; None: the parameter does."""
     is_repeated: bool = False
     """One value fills the whole target."""
     is_stacked: bool = False
     """The first dimension of the source is one expert of a stack, and the target lacks it."""
 
     @classmethod
-    def of_piece(cls, parameter: Parameter, piece: Piece) -> "WeightPlace":
+    def of_piece(
+        cls, parameter: Parameter, piece: Piece, quantizer: RowQuantizer | None = None
+    ) -> "WeightPlace":
         """Return the place of a checkpoint tensor's region."""
         return cls(
             parameter,
@@ -36,6 +42,7 @@ class WeightPlace:
             piece.target,
             arrange=piece.arrange,
             is_repeated=piece.is_repeated,
+            quantizer=quantizer,
         )
 
     @classmethod
@@ -117,7 +124,9 @@ class WeightPlace:
     def _write(self, region: tuple[slice, ...], values: Tensor) -> None:
         # The caller may change host memory afterwards, so wait; on a device the stream keeps the
         # order.
-        if self.is_stored:
+        if self.quantizer is not None and values.dtype != FP8:
+            self.quantizer.write(region, values)
+        elif self.is_stored:
             self.parameter.store(region, values)
         else:
             self.parameter.write(region, values)

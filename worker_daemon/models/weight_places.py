@@ -16,6 +16,7 @@ from torch import Tensor
 from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.distributed.tp import SingleRank, tensor_parallel
 from worker_daemon.errors import config_error
+from worker_daemon.layers.int4_formats import module_of
 from worker_daemon.layers.parameter import Kind, Parameter, TensorSpec
 from worker_daemon.models.decoder import (
     LM_HEAD,
@@ -40,6 +41,7 @@ _MAX_NAMED = 8
 _PACKED = ("_blocks", "_scales")
 """Ends of the names of tensors in MXFP4."""
 _INPUT_SCALE = ".input_scale"
+_IN_4_BITS: Final = ("int4", "int4_zero", "int4_scale")
 _SINGLE_VALUES: Final = ("matrix", "norm", "bias", "routed_embedding")
 """Kinds of tensors whose elements are independent of each other."""
 
@@ -83,8 +85,9 @@ class Places:
     required: Sequence[tuple[str, ...]]
     """Alternatives: the model is complete once at least one name of each has arrived."""
     scales: Mapping[str, tuple[str, ...]]
-    """Names of the scales of each matrix that is quantized if it comes in another dtype than FP8.
-    Such a matrix fills its scales too, or leaves those of its inputs as they are."""
+    """Names of the scales of each matrix that is quantized if it comes in another dtype than FP8,
+    or of the tensors that a checkpoint has in its place. Such a matrix fills its scales too, or
+    leaves those of its inputs as they are."""
     aliases: Mapping[str, str]
     """Other names of tensors that the model has once, and their own: an update has one of both."""
     quantized: Collection[str]
@@ -172,7 +175,7 @@ class Places:
             problem = f"a piece of {name} is outside it"
             raise config_error("origins", str(box), problem, f"within {list(full)}")
         if name in self.quantized and dtype != FP8 and shape[1:] != full[1:] and box.size:
-            problem = f"{name} is quantized here, each row by its largest value"
+            problem = f"{name} is quantized here, by whole rows"
             fix = f"cut it along its first dimension alone: [n, {str(list(full[1:]))[1:]}"
             raise config_error("shapes", list(shape), problem, fix)
 
@@ -278,6 +281,9 @@ class Places:
     def _suggestion(self, name: str) -> str:
         if name == LM_HEAD:
             return "leave it out: the model has no separate LM head"
+        matrix = next((known for known, parts in self.scales.items() if name in parts), None)
+        if matrix is not None:
+            return f"send {matrix} unquantized; it is quantized here"
         stack = packed_tensor(name)
         if stack in self.specs:
             return f"send {stack} as {list(self.specs[stack].shape)}, in bfloat16"
@@ -294,15 +300,22 @@ def checkpoint_places(stage: DecoderStage, config: DecoderConfig) -> Places:
     part."""
     specs: dict[str, TensorSpec] = {}
     quantized: set[str] = set()
+    scales: dict[str, tuple[str, ...]] = {}
     for parameter in whole_model(config, SingleRank(), torch.float32).parameters():
-        for piece in parameter.loaded_pieces:
+        for piece in parameter.sent_pieces:
             specs[piece.name] = piece.spec
             if parameter.stored_kind(piece) not in _SINGLE_VALUES:
                 quantized.add(piece.name)
+        for piece in parameter.loaded_pieces:
+            if piece.kind in _IN_4_BITS:
+                matrix = f"{module_of(piece)}.weight"
+                scales[matrix] = (*scales.get(matrix, ()), piece.name)
     places: dict[str, list[WeightPlace]] = {}
     for parameter in stage.parameters():
-        for piece in parameter.loaded_pieces:
-            places.setdefault(piece.name, []).append(WeightPlace.of_piece(parameter, piece))
+        quantizer = parameter.quantizer()
+        for piece in parameter.sent_pieces:
+            place = WeightPlace.of_piece(parameter, piece, quantizer)
+            places.setdefault(piece.name, []).append(place)
     tensors = {name: (name,) for name in places}
     required: dict[str, tuple[str, ...]] = {name: (name,) for name in specs}
     aliases = head_aliases(config)
@@ -317,7 +330,7 @@ def checkpoint_places(stage: DecoderStage, config: DecoderConfig) -> Places:
         specs=specs,
         dtypes={},
         required=list(required.values()),
-        scales=_scales_of_rows(specs),
+        scales=scales | _fp8_scales(specs),
         aliases=aliases,
         quantized=quantized,
     )
@@ -373,13 +386,13 @@ def _stacked_place(place: WeightPlace, part: StackedPart, num_rows: int) -> Weig
     return replace(place, source=source, is_stacked=True)
 
 
-def _scales_of_rows(specs: Mapping[str, TensorSpec]) -> dict[str, tuple[str, ...]]:
-    """Return the scales of each matrix in FP8 that has one for each row, or for all."""
+def _fp8_scales(specs: Mapping[str, TensorSpec]) -> dict[str, tuple[str, ...]]:
+    """Return the scales of each matrix in FP8."""
     found: dict[str, tuple[str, ...]] = {}
     for name, spec in specs.items():
         module = name.removesuffix(".weight")
         scales = (f"{module}.weight_scale", f"{module}.input_scale")
-        if spec.kind == "fp8" and len(specs[scales[0]].shape) == 1:
+        if spec.kind == "fp8":
             found[name] = tuple(scale for scale in scales if scale in specs)
     return found
 

@@ -135,7 +135,7 @@ class LoadedModel:
         had_gone = self.memory.tags.weights == "discarded"
         change()
         if self.memory.tags.weights == "discarded" and not had_gone:
-            scales = (p.pieces for p in self.stage.parameters() if p.is_scale)
+            scales = (p.pieces for p in self.stage.parameters() if p.is_kept)
             kept = {piece.name for pieces in scales for piece in pieces}
             self.weights.discard(f"{cause} kept nothing of them", kept)
 

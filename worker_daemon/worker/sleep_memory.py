@@ -188,12 +188,12 @@ class ArenaMemory(TaggedMemory):
 
     def hold_stages(self, target: HeldStage, draft: HeldStage | None = None) -> None:
         stage = target.stage
-        parameters = [p for p in stage.parameters() if not p.is_scale]
+        parameters = [p for p in stage.parameters() if not p.is_kept]
         self._weights = self._keep(parameter.num_bytes for parameter in parameters)
         for parameter in parameters:
             meta = parameter.data
             parameter.data = self._weights.arena.take(tuple(meta.shape), meta.dtype)
-        kept = [p for p in stage.parameters() if p.is_scale]
+        kept = [p for p in stage.parameters() if p.is_kept]
         kept += [each.parameter for each in stage.kv_scales]
         kept += [] if draft is None else draft.stage.parameters()
         held = [each for each in (target, draft) if each is not None]

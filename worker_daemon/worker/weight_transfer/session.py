@@ -16,7 +16,6 @@ from rpc_schema import weight_transfer as wt
 from rpc_schema.errors import ConfigError, StateError
 from worker_daemon.distributed.transfer_group import TrainerRendezvous
 from worker_daemon.errors import config_error
-from worker_daemon.layers.quantization import Int4Quantization
 from worker_daemon.models.sparse_delta import DeltaIndices
 from worker_daemon.models.update_coverage import Box, Coverage
 from worker_daemon.models.update_identity import UpdateIdentity
@@ -106,11 +105,7 @@ class WeightTransfer:
 
     def start(self, message: wt.StartWeightUpdate, model: LoadedModel, place: RankPlace) -> None:
         """Open an update; one that is open is dropped, and its tensors must be sent again. Raises
-        ConfigError for a model in 4 bits, and for a version that is not a larger one."""
-        if isinstance(model.resolved.decoder.quantization, Int4Quantization):
-            problem = "updates of matrices in 4 bits are not supported: formats are converted"
-            fix = "reload_weights with a 4-bit checkpoint, or load the unquantized model"
-            raise config_error("format", message.format, problem, fix)
+        ConfigError for a version that is not a larger one."""
         version = model.weights.next_version(message.version)
         if message.format == "kernel":
             parallel = place.parallel
