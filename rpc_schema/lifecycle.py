@@ -196,6 +196,8 @@ class Status(StatusHead, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Sleep state of weights and KV cache; empty without enable_sleep_mode."""
     weights: WeightsStatus | None = None
     """None below MODEL_LOADED."""
+    draft_weights: WeightsStatus | None = None
+    """State of the draft model's weights; None without one. Ranks that do not run it hold none."""
     lease: LeaseStatus = FREE_LEASE
     num_bad_frames: Count = 0
     """Number of messages that did not decode, since the daemon's start."""

@@ -20,6 +20,9 @@ NewVersion: TypeAlias = Unsigned | None
 """Number of the version that an update makes, larger than the rank's present one. None: one more. A
 driver names it, since ranks may have different ones and must have the same afterwards."""
 
+UpdateTarget: TypeAlias = Literal["model", "draft_model"]
+"""The weights that an update changes."""
+
 MAX_TENSORS = 65536
 MAX_STATUS_NAMES = 16
 
@@ -78,6 +81,9 @@ class StartWeightUpdate(StepRequest[Done], frozen=True, tag=51, kw_only=True):
     partial: bool = False
     """True: tensors that are not sent keep their content. False: all must be sent."""
     version: NewVersion = None
+    target: UpdateTarget = "model"
+    """draft_model: the model that drafts for the loaded one, whose weights have a version of their
+    own. Requests go on, and steps may run while its update is open."""
 
 
 class BroadcastSource(Value, frozen=True, tag=1, kw_only=True):

@@ -8,9 +8,12 @@ import random
 import pytest
 import torch
 
+from rpc_schema.config import SpeculativeConfig
 from rpc_schema.errors import ConfigError
 from tests.support.checkpoints import Checkpoint, decisive_prompts
-from tests.support.serving import assert_greedy, generate, greedy_request
+from tests.support.serving import assert_greedy, generate, greedy_request, scheduler_limits
+from worker_client.driver import Driver
+from worker_client.scheduler import Scheduler
 from worker_client.trainer.deltas import SparseDelta, TensorPiece
 from worker_client.trainer.sender import WeightSender
 
@@ -148,3 +151,42 @@ def test_pieces_that_a_trainers_ranks_hold(serve, checkpoint, pp, tp, packed_byt
         assert len(contents(group)) == 1
         requests = requests_for(new, 7)
         assert_greedy(generate(group, loaded, requests), new, requests)
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2)])
+def test_the_draft_model_follows_its_trainer(serve, checkpoint, pp, tp):
+    """Requests go on; nearly every draft of the next ones is right. Versions are apart."""
+    options = {"tie_word_embeddings": False, "num_hidden_layers": 2}
+    model, other = (checkpoint(ARCHITECTURE, seed=seed, **options) for seed in (91, 93))
+    drafts = SpeculativeConfig(
+        method="draft_model", num_speculative_tokens=3, model=str(other.path)
+    )
+    prompts = decisive_prompts(model, 3, [9, 17], 40)
+    requests = [greedy_request(f"r{i}", prompt, 40) for i, prompt in enumerate(prompts)]
+    with serve(model.path, pp, tp, reload=True, speculative=drafts) as (group, loaded):
+        before, version = checksums(group), group.weights.version
+        files = {status.draft_weights.identity.content for status in group.get_status()}
+        assert len(files) == 1
+        driver = Driver(group, Scheduler(scheduler_limits(group, loaded)))
+        for request in requests:
+            driver.add_request(request)
+        outputs = [output for _ in range(6) for output in driver.step()]
+        assert not outputs
+        with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
+            report = sender.send(tensors_of(model), target="draft_model", packed_bytes=5_000)
+        assert report.version == 1
+        outputs = {output.req_id: output for output in driver.run()}
+        for request in requests:
+            assert outputs[request.id].token_ids == model.greedy(request.prompt, 40)
+        after = [status.draft_weights for status in group.get_status()]
+        assert {(each.version, each.state) for each in after} == {(1, "whole")}
+        sent = {each.identity.content for each in after}
+        assert len(sent) == 1
+        assert sent != files
+        assert checksums(group) == before
+        assert group.weights.version == version
+        # Cached blocks have the keys and values of the old draft model.
+        run = generate(group, loaded, requests, enable_prefix_caching=False)
+        assert_greedy(run, model, requests)
+        drafted = sum(output.num_drafted for output in run.outputs.values())
+        assert sum(output.num_accepted for output in run.outputs.values()) > 0.9 * drafted > 0

@@ -257,6 +257,10 @@ class Places:
             if start < stop:
                 place.scatter(indices[start:stop], values[start:stop], shape)
 
+    def elsewhere(self) -> "Places":
+        """Return what a rank expects that has no part of these tensors."""
+        return replace(self, places={}, tensors={})
+
     def delta_part(self, name: str) -> DeltaPart | None:
         """Return what an incoming tensor is of a sparse delta; None if it is none of one."""
         return delta_part(name, self.specs)

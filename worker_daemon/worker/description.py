@@ -31,6 +31,8 @@ class WorkerDescription:
     """The implementation of each part of a step."""
     weights: Callable[[], WeightReport | None] = lambda: None
     """Returns the state of the weights now; None below MODEL_LOADED."""
+    draft_weights: Callable[[], WeightReport | None] = lambda: None
+    """Returns the state of the draft model's weights now; None without one."""
     num_requests: Callable[[], int] = int
     """Returns the number of requests that run now."""
     num_kv_blocks_held: Callable[[], int] = int

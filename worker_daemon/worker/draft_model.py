@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rpc_schema.config import ModelConfig, SpeculativeConfig
 from rpc_schema.errors import CheckpointError, ConfigError
+from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.device.init import supports
 from worker_daemon.errors import config_error
 from worker_daemon.layers.attention import NullAttention
@@ -65,13 +66,21 @@ class DraftModel:
             if self.config.load_format == "auto":
                 check_checkpoint(self.resolved.directory, checkpoint_pieces(self.resolved.decoder))
 
-    def fill(self, set_phase: SetPhase) -> None:
-        """Read its weights. Raises CheckpointError."""
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the tensors that this rank holds."""
+        return self.stage.loaded_names() if self.is_local else frozenset()
+
+    def fill(self, set_phase: SetPhase) -> SourceIdentity:
+        """Read its weights, if this rank holds them; return the identity of their files. Raises
+        CheckpointError."""
         with _naming(self.config.model):
             files = ModelFiles.of(self.resolved, self.config)
             identity = files.identity()
-            fill_stage(self.stage, self.config, self.resolved, 0, set_phase)
+            if self.is_local:
+                fill_stage(self.stage, self.config, self.resolved, 0, set_phase)
             files.check_unchanged(identity)
+        return identity
 
 
 def draft_layers(draft: DraftModel | None) -> DraftLayers:

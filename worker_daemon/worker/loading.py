@@ -103,6 +103,8 @@ class LoadedModel:
     """Custom logits processors that requests may ask for."""
     draft: DraftModel | None = None
     """The draft model; of other stages than the last one too, but without memory."""
+    draft_weights: WeightState | None = None
+    """State of the draft model's weights, which have a version of their own; None without one."""
 
     def limited_to(self, max_model_len: int) -> "LoadedModel":
         """Return the model with another length limit, at most the one that it was loaded with.
@@ -217,8 +219,9 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         _hold(memory, stage, draft, resolved.max_model_len, place.device)
         adapters = _make_adapters(layout, message.lora, resolved, place, memory, roots)
         fill_stage(stage, message.model, resolved, place.parallel.rank_in_replica, set_phase)
-        if draft is not None and draft.is_local:
-            draft.fill(set_phase)
+        draft_weights = None
+        if draft is not None:
+            draft_weights = WeightState(draft.names, draft.fill(set_phase), 0)
         files.check_unchanged(identity)
     except CapacityError as error:
         memory.close()
@@ -250,6 +253,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         adapters=adapters,
         processors=processors,
         draft=draft,
+        draft_weights=draft_weights,
     )
 
 
@@ -343,8 +347,7 @@ def reload(
             model.stage, config, resolved, place.parallel.rank_in_replica, set_phase, overwriting
         )
         files.check_unchanged(identity)
-        if model.local_draft is not None:
-            model.local_draft.fill(set_phase)
+        _refill_draft(model, set_phase)
         model.finish_update(identity, version)
     except BaseException as error:
         overwriting.failed(f"{type(error).__name__} in reload_weights: {error}")
@@ -361,6 +364,22 @@ def reload(
         next_load=config,
     )
     return renewed, report.bytes_loaded
+
+
+def _refill_draft(model: LoadedModel, set_phase: SetPhase) -> None:
+    """Read the draft model's weights again, if there is one."""
+    if model.draft is None or model.draft_weights is None:
+        return
+    weights = model.draft_weights
+    weights.begin(partial=False)
+    weights.writing(model.draft.names)
+    try:
+        identity = model.draft.fill(set_phase)
+    except BaseException as error:
+        weights.interrupt(f"{type(error).__name__} in reload_weights: {error}")
+        raise
+    weights.written(model.draft.names)
+    weights.finish(identity, weights.next_version(None))
 
 
 def checkpoint_changed(model: LoadedModel, roots: Roots) -> bool:

@@ -412,9 +412,11 @@ class Worker:
         return wt.InitWeightTransferEngineReply(**self._identity(message), transfer_rank=rank)
 
     def start_weight_update(self, message: wt.StartWeightUpdate) -> Done:
-        """Open an update: no step runs until it is finished."""
+        """Open an update: no step runs until it is finished, unless it is the draft model's, whose
+        drafts change no token."""
         self._transfer.start(message, self._model, self._device.opened.place)
-        self._forget_cache()
+        if message.target == "model":
+            self._forget_cache()
         return Done(**self._identity(message))
 
     def update_weights(self, message: wt.UpdateWeights) -> wt.UpdateWeightsReply:
@@ -726,6 +728,7 @@ class Worker:
             providers=self._providers(),
             memory_tags=model.memory.states if model else {},
             weights=partial(_weights_report, model.weights if model else None),
+            draft_weights=partial(_weights_report, model.draft_weights if model else None),
             # The description outlives a reset: it must hold no device memory.
             num_requests=serving.runner.state.num_requests if serving else int,
             num_kv_blocks_held=serving.runner.state.num_held_blocks if serving else int,

@@ -111,6 +111,7 @@ class GroupWeights:
         *,
         partial: bool = False,
         version: int | None = None,
+        target: wt.UpdateTarget = "model",
     ) -> None:
         """Open an update on every rank. No step can be sent until finish_update() or reload().
         Running requests are lost, and the next step's failure names them. Cached prefixes belong to
@@ -119,15 +120,21 @@ class GroupWeights:
         format: `checkpoint`, tensors as in the checkpoint, or `kernel`, as the ranks hold them.
         partial: tensors that are not sent stay as they are.
         version: number of the version that the update makes; None: one more than before.
+        target: `draft_model` updates the model that drafts, whose weights have a version of their
+            own. Requests go on, and steps can be sent.
 
         Raises:
-            ConfigError: the version is not larger than that of every rank. Nothing has changed.
+            ConfigError: the version is not larger than that of every rank, or there is no draft
+                model. Nothing has changed.
         """
-        number = self._next_version(version)
-        self._give_up("a weight update is open")
+        number = self._next_version(version, target)
+        if target == "model":
+            self._give_up("a weight update is open")
+        else:
+            self._waiter.wait_for_all()
         self._channel.ask(
             lambda **ids: wt.StartWeightUpdate(
-                format=format, partial=partial, version=number, **ids
+                format=format, partial=partial, version=number, target=target, **ids
             )
         )
 
@@ -224,12 +231,18 @@ class GroupWeights:
         """
         return self._save(partial(lc.SaveTensorizedModel, name=name))
 
-    def _next_version(self, version: int | None) -> int:
+    def _next_version(self, version: int | None, target: wt.UpdateTarget = "model") -> int:
         """Return the number of the version that an update makes: larger than that of any rank, and
         than any that this driver has seen."""
         self._channel.check_usable()
-        known = [0 if self.version is None else self.version.number]
-        known += [each.weights.version for each in self._statuses() if each.weights is not None]
+        statuses = self._statuses()
+        if target == "draft_model":
+            held = [each.draft_weights for each in statuses]
+            known = [0]
+        else:
+            held = [each.weights for each in statuses]
+            known = [0 if self.version is None else self.version.number]
+        known += [each.version for each in held if each is not None]
         if version is None:
             return max(known) + 1
         if type(version) is not int or not max(known) < version <= MAX_VERSION:

@@ -124,6 +124,7 @@ class WeightSender:
         partial: bool = False,
         packed_bytes: int = PACKED_BYTES,
         version: int | None = None,
+        target: wt.UpdateTarget = "model",
     ) -> SendReport:
         """Replace the weights of every rank, as one complete update; see GroupWeights.start_update.
 
@@ -132,7 +133,7 @@ class WeightSender:
         sent. A SparseDelta changes elements of a tensor; it needs `partial`. A sequence of
         TensorPiece is a tensor in pieces. packed_bytes: size of the buffers that small tensors
         share; 0 sends each by itself.
-        version: as GroupWeights.start_update takes it.
+        version, target: as GroupWeights.start_update takes them.
 
         Raises:
             ConfigError: the model has no such tensors, or some are missing, or the version is
@@ -145,7 +146,7 @@ class WeightSender:
         listed = _list(entries)
         if not self._has_engine:
             self.connect()
-        self._group.weights.start_update(format, partial=partial, version=version)
+        self._group.weights.start_update(format, partial=partial, version=version, target=target)
         try:
             sent = [entry.values for entry in entries]
             replies = self._update(listed, sent, packed_bytes) if sent else []

@@ -195,6 +195,55 @@ def test_the_draft_model_survives_sleep_and_is_reloaded(model_root, small, llama
     own.worker.close()
 
 
+def test_an_update_of_the_draft_model_changes_no_token(model_root, small, llama, prompts):
+    """It makes a model that has the target's shape, and drafts badly, the target's twin: between
+    two steps of a request, which goes on."""
+    shutil.copytree(model_root / "llama", model_root / "drifted")
+    (weights,) = (model_root / "drifted").glob("*.safetensors")
+    halved = {name: 0.5 * tensor for name, tensor in safetensors.torch.load_file(weights).items()}
+    safetensors.torch.save_file(halved, weights, metadata={"format": "pt"})
+    own = Drafted(model_root, "drifted")
+    ids, worker = own.driver.ids, own.worker
+    before = worker.describe().weights()
+    files = worker.describe().draft_weights().identity
+    assert files.content and files.content != before.identity.content
+    prompt = prompts([13], seed=71)[0]
+    alone = own.driver.generate(2, prompt, 41)
+    tokens, steps = own.run(2, prompt, GREEDY, 20)
+    assert steps > 6, "it can hardly be right"
+    worker.init_weight_transfer_engine(wt.InitWeightTransferEngine(**ids(), engine=wt.DiskEngine()))
+    start = wt.StartWeightUpdate(**ids(), format="checkpoint", target="draft_model")
+    worker.start_weight_update(start)
+    tokens += own.step(2)
+    assert worker.describe().draft_weights().state == "updating"
+    assert worker.describe().weights() == before
+    worker.update_weights(wt.UpdateWeights(**ids(), source=wt.DiskSource(model="llama")))
+    assert worker.finish_weight_update(wt.FinishWeightUpdate(**ids())).version == 1
+    while len(tokens) < 41:
+        tokens += own.step(2)
+    assert tokens[:41] == alone
+    own.finish(2)
+    assert own.run(2, prompt, GREEDY, 41) == (alone, 10), "it is the target's twin now"
+    own.finish(2)
+    after = worker.describe()
+    assert (after.draft_weights().version, after.draft_weights().state) == (1, "whole")
+    assert after.draft_weights().identity.content != files.content
+    assert after.weights() == before
+    # A reload reads both again.
+    worker.reload_weights(wt.ReloadWeights(**ids()))
+    again = worker.describe().draft_weights()
+    assert (again.version, again.identity.content) == (2, files.content)
+    worker.close()
+
+
+def test_an_update_of_no_draft_model_is_refused(serving):
+    start = wt.StartWeightUpdate(**serving.ids(), format="checkpoint", target="draft_model")
+    with pytest.raises(ConfigError, match="without a draft model") as caught:
+        serving.worker.start_weight_update(start)
+    assert (caught.value.field, caught.value.value) == ("target", "draft_model")
+    assert serving.worker.describe().weights().state == "whole"
+
+
 def test_a_plan_counts_the_draft_model(model_root, small, llama):
     worker = make_worker(model_root)
     driver = WorkerDriver(worker, speculative=drafted("small"))

@@ -93,6 +93,7 @@ class StatusReport:
         progress, replied = self.progress, self.completion.channel.counts
         stamp, snapshot = progress.stamp, progress.snapshot
         load, weights = self.device_watch.load, snapshot.description.weights()
+        draft_weights = snapshot.description.draft_weights()
         return lc.Status(
             worker_uid=self.worker_uid,
             pid=os.getpid(),
@@ -119,6 +120,7 @@ class StatusReport:
             kv_cache_advice=snapshot.description.kv_cache_advice,
             memory_tags=dict(snapshot.description.memory_tags),
             weights=None if weights is None else _weights_status(weights),
+            draft_weights=None if draft_weights is None else _weights_status(draft_weights),
             lease=self.lease.status(),
             num_bad_frames=self.security.bad_peers.num_bad_frames,
             num_refused=self.security.num_refused,

@@ -7,21 +7,25 @@ Used on the step thread, except abort().
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from rpc_schema import weight_transfer as wt
 from rpc_schema.errors import ConfigError, StateError
+from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.distributed.transfer_group import TrainerRendezvous
 from worker_daemon.errors import config_error
+from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.models.sparse_delta import DeltaIndices
 from worker_daemon.models.update_coverage import Box, Coverage
 from worker_daemon.models.update_identity import UpdateIdentity
 from worker_daemon.models.weight_places import Manifest, Places, checkpoint_places, kernel_places
+from worker_daemon.models.weight_state import WeightState
 from worker_daemon.phases import SetPhase
 from worker_daemon.worker.loading import LoadedModel
+from worker_daemon.worker.resolve import ResolvedModel
 from worker_daemon.worker.stage_loading import RankPlace, Roots
 from worker_daemon.worker.weight_transfer.engines import (
     BroadcastReceiver,
@@ -44,7 +48,9 @@ class _Update:
     """An update that is open."""
 
     places: Places
-    model: LoadedModel
+    weights: WeightState
+    complete: Callable[[SourceIdentity, int], None]
+    """Records that all weights were written."""
     partial: bool
     version: int
     identity: UpdateIdentity
@@ -105,23 +111,23 @@ class WeightTransfer:
 
     def start(self, message: wt.StartWeightUpdate, model: LoadedModel, place: RankPlace) -> None:
         """Open an update; one that is open is dropped, and its tensors must be sent again. Raises
-        ConfigError for a version that is not a larger one."""
-        version = model.weights.next_version(message.version)
-        if message.format == "kernel":
-            parallel = place.parallel
-            places = kernel_places(
-                model.stage,
-                model.resolved.decoder,
-                parallel.tp_rank,
-                parallel.tp_size,
-                model.resolved.dtype,
-            )
+        ConfigError for a version that is not a larger one, or a draft model that does not exist;
+        StateError for its update while the model's weights are incomplete."""
+        if message.target == "draft_model":
+            changed = _draft_of(model)
         else:
-            places = checkpoint_places(model.stage, model.resolved.decoder)
-        base = model.weights.identity if message.partial else None
+            changed = _Changed(
+                model.stage, model.resolved, model.weights, model.finish_update, is_local=True
+            )
+        weights = changed.weights
+        version = weights.next_version(message.version)
+        base = weights.identity if message.partial else None
         identity = UpdateIdentity(base, message.epoch, message.seq)
-        self._update = _Update(places, model, message.partial, version, identity)
-        model.weights.begin(partial=message.partial)
+        places = _places(changed, message.format, place)
+        if self._update is not None and self._update.weights is not weights:
+            self.interrupt("another update was started")
+        self._update = _Update(places, weights, changed.finish, message.partial, version, identity)
+        weights.begin(partial=message.partial)
 
     def update(self, message: wt.UpdateWeights) -> RoundReport:
         """Receive the tensors of one request.
@@ -167,7 +173,7 @@ class WeightTransfer:
             raise writer.fault
         incomplete = update.coverage.incomplete
         update.received.update(update.places.received(manifest, incomplete))
-        update.model.weights.publish()
+        update.weights.publish()
         return RoundReport(len(writer.held), size_bytes, time.monotonic() - began)
 
     def finish(self) -> int:
@@ -182,7 +188,7 @@ class WeightTransfer:
         update.coverage.check_complete()
         if not update.partial:
             update.places.check_complete(update.received)
-        update.model.finish_update(update.identity.value(), update.version)
+        update.complete(update.identity.value(), update.version)
         self._update = None
         return update.version
 
@@ -198,7 +204,7 @@ class WeightTransfer:
     def interrupt(self, cause: str) -> None:
         """Drop an open update, which leaves the weights dirty."""
         if self._update is not None:
-            self._update.model.weights.interrupt(cause)
+            self._update.weights.interrupt(cause)
             self._update = None
 
     def abort(self) -> bool:
@@ -280,7 +286,7 @@ class _Writer:
                 self.fault = self._indices.fault(delta.name, math.prod(shape))
 
     def _fill(self, name: str, rows: Rows) -> None:
-        places, weights = self._update.places, self._update.model.weights
+        places, weights = self._update.places, self._update.weights
         names = places.names_of(name, rows.values.dtype)
         origin = self._manifest.origin(rows.tensor)
         if names:
@@ -300,7 +306,7 @@ class _Writer:
         return coverage.add(name, Box.at(origin, self._manifest.shapes[tensor]), size)
 
     def _change(self, name: str, rows: Rows) -> None:
-        places, weights = self._update.places, self._update.model.weights
+        places, weights = self._update.places, self._update.weights
         names = places.names_of(name, rows.values.dtype)
         if rows.first_row == 0:
             self._whole_after[name] = weights.changing(names)
@@ -317,6 +323,38 @@ class _Writer:
             self._phase_s = now
             num_tensors = len(self._manifest.names)
             self._set_phase(f"UPDATING {self._num_complete} of {num_tensors}", self._silence_s)
+
+
+class _Changed(NamedTuple):
+    """The weights that an update changes."""
+
+    stage: DecoderStage
+    resolved: ResolvedModel
+    weights: WeightState
+    finish: Callable[[SourceIdentity, int], None]
+    is_local: bool
+    """False on a rank that does not hold them."""
+
+
+def _draft_of(model: LoadedModel) -> _Changed:
+    draft, weights = model.draft, model.draft_weights
+    if draft is None or weights is None:
+        problem = "the model was loaded without a draft model"
+        raise config_error(
+            "target", "draft_model", problem, "load it with one, or update the model"
+        )
+    model.weights.require_whole("an update of the draft model")
+    return _Changed(draft.stage, draft.resolved, weights, weights.finish, draft.is_local)
+
+
+def _places(changed: _Changed, format: wt.WeightFormat, place: RankPlace) -> Places:
+    stage, decoder, parallel = changed.stage, changed.resolved.decoder, place.parallel
+    if format == "kernel":
+        dtype = changed.resolved.dtype
+        found = kernel_places(stage, decoder, parallel.tp_rank, parallel.tp_size, dtype)
+    else:
+        found = checkpoint_places(stage, decoder)
+    return found if changed.is_local else found.elsewhere()
 
 
 def _meeting(engine: wt.BroadcastEngine, timeout_s: float, place: RankPlace) -> TrainerRendezvous:
