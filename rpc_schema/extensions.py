@@ -16,6 +16,8 @@ from rpc_schema.lora_request import LoraRequest
 from rpc_schema.pooling import PooledOutputs, PoolingParams
 from rpc_schema.prompt_embeds import PromptEmbeds
 from rpc_schema.sampling import (
+    FullLogprobs,
+    FullLogprobsWanted,
     GivenLogprobs,
     GrammarMasks,
     LogitsProcessors,
@@ -34,6 +36,7 @@ RequestExtension: TypeAlias = (
     RandomSampling
     | StopTokens
     | LogprobsWanted
+    | FullLogprobsWanted
     | LogprobTokens
     | PromptLogprobsWanted
     | TokenRule
@@ -48,7 +51,9 @@ RequestExtension: TypeAlias = (
 StepExtension: TypeAlias = GrammarMasks
 """Extension of one step, or of the sampling of one."""
 
-ReplyExtension: TypeAlias = TokenLogprobs | GivenLogprobs | PromptLogprobs | PooledOutputs
+ReplyExtension: TypeAlias = (
+    TokenLogprobs | FullLogprobs | GivenLogprobs | PromptLogprobs | PooledOutputs
+)
 """Extension of a step's reply."""
 
 RequestExtensions: TypeAlias = Annotated[tuple[RequestExtension, ...], Meta(max_length=16)]

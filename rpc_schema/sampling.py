@@ -86,6 +86,22 @@ class TokenLogprobs(FramedExtension, frozen=True, tag=1, kw_only=True):
         return 3
 
 
+class FullLogprobsWanted(Extension, frozen=True, tag=27, kw_only=True):
+    """A request reports two log probabilities of each sampled token: see FullLogprobs."""
+
+
+class FullLogprobs(FramedExtension, frozen=True, tag=22, kw_only=True):
+    """Two log probabilities of the sampled token of each of a reply's rows. Two frames, each
+    float32 [rows]. The first is that of the model alone: from the softmax of the unmodified logits
+    over the whole vocabulary. The second is that of the distribution that the token was drawn from:
+    after grammar masks, rules, temperature and filters; 0 at temperature 0. Rows that did not ask
+    have zeros."""
+
+    @property
+    def num_frames(self) -> int:
+        return 2
+
+
 class LogprobTokens(Extension, frozen=True, tag=24, kw_only=True):
     """A request reports the log probabilities of these tokens at each position that it samples."""
 
@@ -172,6 +188,7 @@ SamplingExtension: TypeAlias = (
     RandomSampling
     | StopTokens
     | LogprobsWanted
+    | FullLogprobsWanted
     | TokenRule
     | LogprobTokens
     | PromptLogprobsWanted

@@ -240,11 +240,17 @@ def _joined(first: RequestProgress, second: RequestProgress) -> RequestProgress:
     """Return the progress of two steps as that of one."""
     reports = second.reports
     if first.reports is not None and reports is not None:
-        own, more = first.reports.logprobs, reports.logprobs
-        logprobs = None if own is None or more is None else own + more
-        reports = Reports(logprobs, first.reports.prompt_logprobs or reports.prompt_logprobs)
+        reports = Reports(
+            _both(first.reports.logprobs, reports.logprobs),
+            first.reports.prompt_logprobs or reports.prompt_logprobs,
+            _both(first.reports.full_logprobs, reports.full_logprobs),
+        )
     token_ids = first.token_ids + second.token_ids
     return second._replace(token_ids=token_ids, reports=reports)
+
+
+def _both(first: list[T] | None, second: list[T] | None) -> list[T] | None:
+    return None if first is None or second is None else first + second
 
 
 _Update: TypeAlias = tuple[_Stream, RequestProgress | Exception]
@@ -377,7 +383,8 @@ class _DriverLoop:
             self._streams[sample] = command.stream
             self._num_reported[sample] = 0
         sampling = command.request.sampling
-        if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+        has_numbers = sampling.logprobs is not None or sampling.prompt_logprobs is not None
+        if has_numbers or sampling.full_logprobs:
             self._reporting.update(command.stream.names)
 
     @staticmethod
@@ -458,8 +465,13 @@ class _DriverLoop:
         if output.req_id not in self._reporting:
             return None
         self._reporting.discard(output.req_id)
-        logprobs = None if output.logprobs is None else output.logprobs[first:]
-        return _from_first(Reports(logprobs, output.prompt_logprobs), first)
+        own, full = output.logprobs, output.full_logprobs
+        reports = Reports(
+            None if own is None else own[first:],
+            output.prompt_logprobs,
+            None if full is None else full[first:],
+        )
+        return _from_first(reports, first)
 
     def _abort_all(self, driver: Driver) -> None:
         """End what is unfinished, and let the daemons drop its rows."""

@@ -22,7 +22,7 @@ from worker_client.inputs.host_tensor import HostTensor
 from worker_client.inputs.prompt_embeds import Embeddings, embeds_extension, host_tensor
 from worker_client.inputs.sampling_params import DEFAULT_SAMPLING, no_seed
 from worker_client.inputs.sampling_params import SamplingParams as SamplingParams
-from worker_client.scheduler_output import Logprobs
+from worker_client.scheduler_output import FullLogprob, Logprobs
 
 PromptTokenIds: TypeAlias = NDArray[np.integer[Any]] | Sequence[int]
 EmbeddedAt = Annotated[tuple[tuple[Count, Positive], ...], Meta(max_length=MAX_EMBEDDED_RANGES)]
@@ -183,6 +183,8 @@ class Reports(NamedTuple):
     """One per token, if the request asked for them."""
     prompt_logprobs: list[Logprobs | None] | None
     """One per prompt token, likewise."""
+    full_logprobs: list[FullLogprob] | None = None
+    """One per token, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +205,8 @@ class RequestOutput:
     """For each token the log probabilities of the request's logprob_token_ids, in their order."""
     prompt_logprobs: list[Logprobs | None] | None = None
     """One per prompt token (None for the first), if the request asked for them."""
+    full_logprobs: list[FullLogprob] | None = None
+    """One per token, if the request asked for them."""
     pooled: NDArray[np.float32] | None = None
     """Output of a pooling request: float32 [width], or [num_prompt_tokens, width] for a task on
     tokens. It has no token_ids."""

@@ -201,6 +201,17 @@ class Logprobs:
     """Rank of the sampled token; 1 is the most likely."""
 
 
+class FullLogprob(NamedTuple):
+    """Two log probabilities of one sampled token, natural logarithms."""
+
+    full: float
+    """That of the model alone: the whole vocabulary, before masks, rules, temperature and
+    filters."""
+    sampled: float
+    """That of the distribution that the token was drawn from: after all of these. 0 at temperature
+    0."""
+
+
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
     """Log probabilities of a prompt's tokens that a step has computed."""

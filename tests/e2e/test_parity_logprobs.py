@@ -1,13 +1,23 @@
 """Log probabilities and ranks are those of transformers' log_softmax."""
 
+import msgspec
 import numpy as np
 import pytest
+import torch
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from tests.support.checkpoints import VOCAB_SIZE, prompts
 from tests.support.every_draft import every_draft
 from tests.support.exhaustive import exhaustively
 from tests.support.serving import LONG_LEASE, generate, greedy_request, scheduler_limits
+from tests.support.token_rules import RuleProcessor, random_params
 from worker_client.driver import Driver
+from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.worker_group import WorkerGroup
 
 ATOL = 1e-4
@@ -138,6 +148,80 @@ def test_logprobs_depend_on_the_batch_by_rounding_alone(serve, reference):
             common = row.keys() & expected.keys()
             assert len(common) >= 20, "more than a border moved"
             assert max(abs(row[token] - expected[token]) for token in common) < 5e-5, size
+
+
+def sampling_of(rng):
+    """Options that change what is sampled, each of some requests."""
+    options = {
+        "temperature": rng.choice([0.0, 0.7, 1.6]),
+        "top_k": int(rng.integers(2, 40)),
+        "top_p": float(rng.uniform(0.4, 0.95)),
+        "min_p": float(rng.uniform(0.01, 0.2)),
+    }
+    chosen = {name: value for name, value in options.items() if rng.random() < 0.7}
+    rules = random_params(rng, VOCAB_SIZE) if rng.random() < 0.6 else SamplingParams()
+    return msgspec.structs.replace(
+        rules, full_logprobs=True, seed=int(rng.integers(1 << 40)), **chosen
+    )
+
+
+def drawn(params, num_prompt, ids, logits, token):
+    """The log probability of the token after ids, which was drawn, by transformers' processors: the
+    least and the most that it may be, where rounding moves the border of a filter."""
+    ids = torch.tensor([ids])
+    scores = RuleProcessor(params, num_prompt)(ids, logits[None])
+    if not params.temperature:
+        assert scores[0, token] >= scores.max() - ATOL
+        return 0.0, 0.0
+    scores = TemperatureLogitsWarper(params.temperature)(ids, scores)
+    bounds = []
+    for slack in (-1e-4, 1e-4):
+        filters = [TopKLogitsWarper(params.top_k)] if params.top_k else []
+        if params.min_p:
+            filters.insert(0, MinPLogitsWarper(params.min_p * (1 + slack)))
+        if params.top_p < 1:
+            filters.append(TopPLogitsWarper(params.top_p - slack))
+        kept = scores
+        for each in filters:
+            kept = each(ids, kept)
+        kept = kept[0].clone()
+        kept[token] = scores[0, token]
+        bounds.append(float(kept.log_softmax(-1)[token]))
+    return bounds
+
+
+@pytest.mark.usefixtures("each_drafter")
+@pytest.mark.parametrize("shape", [exhaustively((1, 1)), (2, 1), exhaustively((1, 2))])
+def test_full_logprobs_equal_transformers(serve, reference, shape):
+    """Of the model alone, and of what was drawn from: with rules, filters and preemption."""
+    seed = int(np.random.default_rng().integers(1 << 30))
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    requests = [
+        GenerationRequest(f"r{index}", prompt, 16, sampling=sampling_of(rng))
+        for index, prompt in enumerate(prompts(seed, [4, 9, 17, 31, 8, 5, 23, 12, 7, 2]))
+    ]
+    requests.append(greedy_request("plain", [1, 2, 3], 16))
+    sizes = {"block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 32, "max_model_len": 60}
+    with serve(reference.path, *shape, num_gpu_blocks=34, **sizes) as (group, loaded):
+        outputs = generate(group, loaded, requests).outputs
+    assert outputs["plain"].full_logprobs is None
+    assert sum(output.num_preemptions for output in outputs.values()) > 0
+    num_changed = 0
+    for request in requests[:-1]:
+        output, params, prompt = outputs[request.id], request.sampling, [*request.prompt]
+        assert len(output.full_logprobs) == len(output.token_ids) == 16
+        ids = [*prompt, *output.token_ids]
+        logits = reference.logits(ids)[len(prompt) - 1 : -1]
+        for place, (token, both) in enumerate(
+            zip(output.token_ids, output.full_logprobs, strict=True)
+        ):
+            row, before = logits[place], ids[: len(prompt) + place]
+            assert both.full == pytest.approx(float(row.log_softmax(-1)[token]), abs=ATOL)
+            least, most = drawn(params, len(prompt), before, row, token)
+            assert least - ATOL <= both.sampled <= most + ATOL, (request, place)
+            num_changed += abs(both.full - both.sampled) > 0.01
+    assert num_changed > 20
 
 
 def by_token(ours):

@@ -358,6 +358,7 @@ def test_log_probabilities_are_those_of_transformers(service, model):
             ]
             made = await post(client, completion(ids[:3], logprobs=3, max_tokens=8))
             several = {"logprobs": 3, "echo": True, "n": 2, "temperature": 1.0, "seed": 5}
+            several["full_logprobs"] = True
             wide = await post(client, completion([ids[:3], ids[:4]], **several, max_tokens=4))
             parts = await chunks(client, completion([ids[:3], ids[:4]], **several, max_tokens=4))
             return echoed, made, wide, parts
@@ -400,10 +401,18 @@ def test_log_probabilities_are_those_of_transformers(service, model):
         found = {name: [each for own in reports for each in own[name]] for name in reports[0]}
         for name in ("tokens", "text_offset"):
             assert found[name] == choice["logprobs"][name]
-        for name in ("token_logprobs", "top_logprobs"):  # batches of other sizes round otherwise
+        kinds = ("token_logprobs", "top_logprobs", "token_logprobs_full", "token_logprobs_sampled")
+        for name in kinds:  # batches of other sizes round otherwise
             for one, other in zip(found[name], choice["logprobs"][name], strict=True):
                 assert one == pytest.approx(other, abs=1e-3)
-        assert len(found["tokens"]) == (3, 3, 4, 4)[choice["index"]] + 4
+        num_prompt = (3, 3, 4, 4)[choice["index"]]
+        assert len(found["tokens"]) == num_prompt + 4
+        both = found["token_logprobs_full"], found["token_logprobs_sampled"]
+        for values in both:  # at temperature 1, without filters, both are the model's
+            assert values[:num_prompt] == [None] * num_prompt
+            assert values[num_prompt:] == pytest.approx(
+                found["token_logprobs"][num_prompt:], abs=1e-3
+            )
 
 
 def schema(schema):
@@ -416,6 +425,7 @@ BAD = [
     (completion("a", temperature="hot"), "temperature"),
     (completion("a", logprobs=21), "logprobs"),
     (completion("a", logprobs=True), "logprobs"),
+    (completion("a", full_logprobs=True), "full_logprobs"),
     (completion("a", echo="yes"), "echo"),
     (completion("a", best_of=3), "best_of"),
     (completion("a", suffix="b"), "suffix"),

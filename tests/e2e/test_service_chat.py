@@ -191,6 +191,22 @@ def test_logprobs_are_those_of_transformers(service, model):
     assert "".join(entry["token"] for entry in entries) == "Hello, world.<|end|>"
 
 
+def test_both_logprobs_of_a_chat(service):
+    fields = asked(HELLO, logprobs=True, full_logprobs=True, temperature=2.0, seed=4, max_tokens=6)
+    plain = service.ok(CHAT, {**fields, "full_logprobs": False})["choices"][0]["logprobs"]
+    whole = service.ok(CHAT, fields)["choices"][0]["logprobs"]["content"]
+    parts = [chunk["choices"][0]["logprobs"] for chunk in service.chunks(CHAT, fields)]
+    assert [entry for part in parts if part for entry in part["content"]] == whole
+    for entry, own in zip(whole, plain["content"], strict=True):
+        # Without a grammar, `logprob` is that of the model; at temperature 2 the drawn one differs.
+        assert entry["logprob_full"] == pytest.approx(own["logprob"], abs=1e-4)
+        assert entry["logprob_sampled"] <= 0
+        assert "logprob_full" not in own
+    assert any(abs(e["logprob_full"] - e["logprob_sampled"]) > 1e-3 for e in whole)
+    greedy = service.ok(CHAT, {**fields, "temperature": 0})["choices"][0]["logprobs"]["content"]
+    assert {entry["logprob_sampled"] for entry in greedy} == {0}
+
+
 def test_calls_of_tools_by_the_template(service):
     fields = asked(OSLO, tools=[WEATHER, NOW])
     found, reason = message(service.ok(CHAT, fields))
@@ -311,6 +327,7 @@ BAD_CHATS = {
     "arguments": ({"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
                   "messages[0].tool_calls[0].function.arguments"),
     "top alone": ({"top_logprobs": 2}, "top_logprobs"),
+    "full alone": ({"full_logprobs": True}, "full_logprobs"),
     "too many": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     "a number of logprobs": ({"logprobs": 3}, "logprobs"),
     "max": ({"max_completion_tokens": "x"}, "max_completion_tokens"),

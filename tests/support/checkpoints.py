@@ -185,9 +185,12 @@ class Checkpoint:
     def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Return in row i the log probabilities, float32 [vocab_size], of the token after
         token_ids[i]."""
+        return self.logits(token_ids).log_softmax(-1)
+
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Return in row i the logits, float32 [vocab_size], of the token after token_ids[i]."""
         with torch.no_grad():
-            logits = self.model(torch.tensor([list(token_ids)])).logits[0]
-        return logits.float().log_softmax(-1)
+            return self.model(torch.tensor([list(token_ids)])).logits[0].float()
 
 
 def make_checkpoint(

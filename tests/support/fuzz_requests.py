@@ -175,6 +175,7 @@ RIGHT: MappingProxyType[str, Callable[[random.Random], object]] = MappingProxyTy
         "bad_words": lambda _: [[3, 4], (5,)],
         "logprob_token_ids": lambda _: [3],
         "prompt_logprobs": lambda rng: rng.choice((0, 2)),
+        "full_logprobs": lambda rng: rng.choice((True, False)),
         "n": lambda rng: rng.choice((1, 3)),
         "index": lambda rng: rng.choice((None, 0, 1)),
         "stop": lambda rng: rng.choice((["and"], ("e", " "))),
@@ -240,7 +241,14 @@ JSON_FIELDS = (
     *("include_stop_str_in_output", "temperature", "top_p", "top_k", "min_p", "logit_bias"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "prompt_token_ids"),
     *("priority", "logprobs", "echo", "best_of", "suffix", "stream_options", "response_format"),
-    *("structured_outputs", "bad_words", "allowed_token_ids", "add_special_tokens", "user"),
+    *(
+        "full_logprobs",
+        "structured_outputs",
+        "bad_words",
+        "allowed_token_ids",
+        "add_special_tokens",
+        "user",
+    ),
 )
 
 

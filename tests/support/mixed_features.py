@@ -124,6 +124,7 @@ GENERATING = (
     Feature("random sampling", 0.6, _random_sampling),
     Feature("logprobs", 0.3, lambda rng: {"logprobs": rng.randint(0, 5)}),
     Feature("logprobs of tokens", 0.15, _given_logprobs),
+    Feature("full logprobs", 0.3, lambda rng: {"full_logprobs": True}),
     Feature("prompt logprobs", 0.2, lambda rng: {"prompt_logprobs": rng.randint(0, 3)}),
     Feature("samples", 0.1, lambda rng: {"n": rng.randint(2, 3)}),
     Feature("processors", 0.2, lambda rng: {"logits_processors": [rng.choice(NAMES)]}),
@@ -337,6 +338,8 @@ class Judge:
             if not np.isfinite(scores).any():
                 _expect(False, request, f"token {index}: nothing may be sampled")
             _check_choice(request, scores, slack, index, tokens[index])
+            if request.sampling.full_logprobs:
+                _check_both(request, logits[index], scores, slack, index, output)
             if matcher is not None:
                 _expect(matcher.allows(tokens[index]), request, f"{index}: grammar")
                 if index + 1 < num_rows:
@@ -423,6 +426,31 @@ def _check_choice(
     best = noisy[must_be].max(initial=-np.inf)
     short = best - noisy[token]
     _expect(short <= 2 * slack + 1e-5, request, f"token {index} is {token}, short of {short:.3g}")
+
+
+def _check_both(
+    request: GenerationRequest,
+    row: np.ndarray,
+    scores: np.ndarray,
+    slack: float,
+    index: int,
+    output: RequestOutput,
+) -> None:
+    """row: float64 [V] logits of the model alone."""
+    assert output.full_logprobs is not None, request
+    full, sampled = output.full_logprobs[index]
+    token, temperature = output.token_ids[index], request.sampling.temperature
+    np.testing.assert_allclose(full, _log_softmax(row)[token], **CLOSE)
+    if not temperature:
+        _expect(sampled == 0, request, f"token {index}: {sampled} instead of certainty")
+        return
+    scaled, slack = (scores - scores.max()) / temperature, slack / temperature
+    bounds = []
+    for kept in (_kept(request, scaled, slack), _kept(request, scaled, -slack)):
+        kept[token] = True
+        bounds.append(scaled[token] - np.log(np.exp(scaled[kept]).sum()))
+    near = 4 * slack + CLOSE["atol"] + CLOSE["rtol"] * abs(bounds[0])
+    _expect(bounds[0] - near <= sampled <= bounds[1] + near, request, f"{sampled}, not {bounds}")
 
 
 def _kept(request: GenerationRequest, scaled: np.ndarray, slack: float) -> np.ndarray:
@@ -527,6 +555,13 @@ def assert_same(judge: Judge, request: GenerationRequest, alone: RequestOutput, 
         clear = _apart(ours.logprobs)
         np.testing.assert_array_equal(theirs.token_ids[clear], ours.token_ids[clear])
     assert (alone.token_id_logprobs is None) == (other.token_id_logprobs is None), request
+    assert (alone.full_logprobs is None) == (other.full_logprobs is None), request
+    if alone.full_logprobs:
+        np.testing.assert_allclose(
+            [both.full for both in other.full_logprobs],
+            [both.full for both in alone.full_logprobs],
+            **CLOSE,
+        )
     if alone.token_id_logprobs:
         np.testing.assert_allclose(other.token_id_logprobs, alone.token_id_logprobs, **CLOSE)
 

@@ -19,6 +19,14 @@ class LogprobTensors:
     """int32 [R]: 1 + the number of tokens strictly more likely than the sampled one."""
 
 
+def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """Return the log probabilities, float32 [R], of token_ids int64 [R] under the softmax of logits
+    [R, V]. Rows whose token is NO_TOKEN are meaningless."""
+    values = logits.float()
+    chosen = values.gather(1, token_ids.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return chosen - values.logsumexp(dim=1)
+
+
 def gather_logprobs(logits: Tensor, sampled: Tensor, num_logprobs: int) -> LogprobTensors:
     """Return the log probabilities for logits float32 [R, V], sampled int64 [R], 0 <= num_logprobs
     <= V. Rows whose sampled token is NO_TOKEN are meaningless."""

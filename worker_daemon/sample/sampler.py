@@ -59,6 +59,28 @@ class TorchSampling:
         penalties.count_tokens(slots, token_ids, tables, most)
 
 
+def drawn_logprobs(logits: Tensor, token_ids: Tensor, metadata: SamplingMetadata) -> Tensor:
+    """Return float32 [R], the log probability of each of token_ids int64 [R] in the distribution
+    that its row draws from: the softmax of logits [R, V] after temperature and filters. In a greedy
+    row it is 0 for the most likely token, and -inf for others.
+
+    Other rows have drawn their tokens. So filters keep these, also where the last bit of exp
+    differs from that of the implementation which has drawn them. Meaningless for NO_TOKEN. Sorts
+    all rows at once.
+    """
+    is_greedy = metadata.temperature == 0
+    certain = torch.zeros_like(metadata.temperature)
+    certain = certain.masked_fill(token_ids != likeliest(logits), -torch.inf)
+    if not metadata.any_random:
+        return certain
+    chosen = token_ids.clamp(min=0).unsqueeze(1)
+    scaled = _scale(logits.float(), metadata.temperature)
+    own = scaled.gather(1, chosen)
+    kept = _filtered(scaled, metadata).scatter(1, chosen, own)
+    drawn = own.squeeze(1) - kept.logsumexp(dim=1)
+    return torch.where(is_greedy, certain, drawn)
+
+
 def _sample_random(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     """Return int64 [R]. Works on a few rows at a time, to bound the memory of sorting and noise."""
     num_rows, vocab_size = logits.shape
@@ -85,13 +107,18 @@ def _rows(metadata: SamplingMetadata, rows: slice) -> SamplingMetadata:
 
 
 def _sample_chunk(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    scaled = _scale(logits, metadata.temperature)
+    scaled = _filtered(_scale(logits, metadata.temperature), metadata)
+    noise = gumbel_noise(metadata.seeds, metadata.positions, logits.shape[1])
+    return (scaled + noise).argmax(dim=-1)
+
+
+def _filtered(scaled: Tensor, metadata: SamplingMetadata) -> Tensor:
+    """Return scaled logits with -inf for the tokens that the filters drop."""
     if metadata.any_min_p:
         scaled = _filter_min_p(scaled, metadata.min_p)
     if metadata.any_top_k or metadata.any_top_p:
         scaled = _filter_top_k_top_p(scaled, metadata.top_k, metadata.top_p)
-    noise = gumbel_noise(metadata.seeds, metadata.positions, logits.shape[1])
-    return (scaled + noise).argmax(dim=-1)
+    return scaled
 
 
 def _scale(logits: Tensor, temperature: Tensor) -> Tensor:

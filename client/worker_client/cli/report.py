@@ -64,6 +64,8 @@ def output_line(
         line |= {"num_drafted": output.num_drafted, "num_accepted": output.num_accepted}
     if output.logprobs is not None:
         line["logprobs"] = [_logprobs(entry_) for entry_ in output.logprobs]
+    if output.full_logprobs is not None:
+        line["full_logprobs"] = [both._asdict() for both in output.full_logprobs]
     if output.token_id_logprobs is not None:
         line["token_id_logprobs"] = [own.tolist() for own in output.token_id_logprobs]
     if output.prompt_logprobs is not None:

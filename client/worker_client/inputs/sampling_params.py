@@ -11,6 +11,7 @@ from rpc_schema.base import Count, Extension, Fraction, Unsigned
 from rpc_schema.extensions import RequestExtension
 from rpc_schema.sampling import (
     MAX_STOP_TOKEN_IDS,
+    FullLogprobsWanted,
     LogitsProcessors,
     LogprobsWanted,
     LogprobTokenIds,
@@ -52,8 +53,8 @@ StopStrings = Annotated[tuple[StopString, ...], Meta(max_length=MAX_STOP_STRINGS
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling options of a request, and what is reported and ends it. The names are those of
-    vLLM's SamplingParams; docs/sampling.md describes them. The types have the bounds, which
-    request_checks.py checks."""
+    vLLM's SamplingParams, which lacks full_logprobs; docs/sampling.md describes them. The types
+    have the bounds, which request_checks.py checks."""
 
     n: NumSamples = 1
     """Samples to generate: see worker_client.requests.forked."""
@@ -74,6 +75,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """True if the text includes the stop string."""
     logprobs: NumLogprobs | None = None
     """None reports none."""
+    full_logprobs: bool = False
+    """True reports two log probabilities of each token: under the model alone, and in the
+    distribution that it was drawn from."""
     prompt_logprobs: NumLogprobs | None = None
     """Like logprobs, for each token of the prompt except the first."""
     logprob_token_ids: LogprobTokenIds | None = None
@@ -127,6 +131,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             wanted.append(StopTokens(token_ids=stop_ids, min_tokens=self.min_tokens))
         if self.logprobs is not None:
             wanted.append(LogprobsWanted(count=self.logprobs))
+        if self.full_logprobs:
+            wanted.append(FullLogprobsWanted())
         wanted += self._rules()
         if self.logprob_token_ids is not None:
             wanted.append(LogprobTokens(token_ids=pack_token_ids(self.logprob_token_ids)))
@@ -179,6 +185,8 @@ def _params_of(extension: SamplingExtension | StructuredOutput) -> dict[str, Any
             params = {"stop_token_ids": extension.token_ids, "min_tokens": extension.min_tokens}
         case LogprobsWanted():
             params = {"logprobs": extension.count}
+        case FullLogprobsWanted():
+            params = {"full_logprobs": True}
         case PromptLogprobsWanted():
             params = {"prompt_logprobs": extension.count}
         case LogitsProcessors():

@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 from rpc_schema.codec import Frame
 from rpc_schema.errors import BadFrameError
 from rpc_schema.sampling import (
+    FullLogprobs,
+    FullLogprobsWanted,
     GivenLogprobs,
     LogprobsWanted,
     LogprobTokens,
@@ -17,7 +19,7 @@ from rpc_schema.sampling import (
     TokenLogprobs,
 )
 from worker_client.parts.interface import ExtensionFault, ModelBounds, RequestPart
-from worker_client.scheduler_output import Logprobs, PromptChunk
+from worker_client.scheduler_output import FullLogprob, Logprobs, PromptChunk
 
 
 class LogprobsPart(RequestPart):
@@ -40,6 +42,30 @@ class LogprobsPart(RequestPart):
         return {
             req_id: entries.at(row, asked[req_id].count)
             for row, req_id in enumerate(req_ids)
+            if req_id in asked
+        }
+
+
+class FullLogprobsRequestPart(RequestPart):
+    """Two log probabilities of each sampled token."""
+
+    extension = FullLogprobsWanted
+    reply_extension = FullLogprobs
+
+    def read_reply(
+        self,
+        extension: FullLogprobs,
+        frames: Sequence[Frame],
+        req_ids: Sequence[str],
+        asked: Mapping[str, FullLogprobsWanted],
+    ) -> Mapping[str, FullLogprob]:
+        rows = len(req_ids)
+        if [len(frame) for frame in frames] != [4 * rows] * 2:
+            raise BadFrameError(f"the frames do not fit two log probabilities of {rows} rows")
+        full, sampled = (np.frombuffer(frame, "<f4").tolist() for frame in frames)
+        return {
+            req_id: FullLogprob(*own)
+            for req_id, *own in zip(req_ids, full, sampled, strict=True)
             if req_id in asked
         }
 

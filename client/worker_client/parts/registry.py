@@ -11,6 +11,7 @@ from rpc_schema.errors import BadFrameError
 from rpc_schema.extensions import ReplyExtension, RequestExtension
 from worker_client.parts.interface import ExtensionFault, ModelBounds, RequestPart
 from worker_client.parts.logprobs import (
+    FullLogprobsRequestPart,
     LogprobsPart,
     LogprobTokensRequestPart,
     PromptLogprobsRequestPart,
@@ -39,6 +40,7 @@ PARTS: Final[tuple[RequestPart, ...]] = (
     StopTokensRequestPart(),
     LoraRequestPart(),
     LogprobsPart(),
+    FullLogprobsRequestPart(),
     LogprobTokensRequestPart(),
     PromptLogprobsRequestPart(),
     StructuredOutputPart(),

@@ -201,8 +201,12 @@ class Scheduler:
         reported = None if request is None else request.reported
         if reported is None:
             return Reports(None, None)
-        own = reported.logprobs
-        return Reports(None if own is None else own[first:], reported.prompt_logprobs)
+        own, full = reported.logprobs, reported.full_logprobs
+        return Reports(
+            None if own is None else own[first:],
+            reported.prompt_logprobs,
+            None if full is None else full[first:],
+        )
 
     def has_unfinished_requests(self) -> bool:
         """Return True while a request has not finished."""

@@ -18,6 +18,8 @@ from rpc_schema.kv_cache import NUM_NULL_BLOCKS, BlockGroup, blocks_for
 from rpc_schema.pooling import PoolingParams, pooled_bytes
 from rpc_schema.sampling import (
     MAX_PROMPT_LOGPROBS_TOKENS,
+    FullLogprobs,
+    FullLogprobsWanted,
     GivenLogprobs,
     LogprobsWanted,
     LogprobTokens,
@@ -44,6 +46,7 @@ from worker_client.scheduler.acceptance import Acceptance
 from worker_client.scheduler.interface import SchedulerLimits
 from worker_client.scheduler_output import (
     DraftOutcome,
+    FullLogprob,
     Logprobs,
     NewRequest,
     PromptChunk,
@@ -111,16 +114,19 @@ class HeldBlocks:
     """Number of times that it was preempted."""
 
 
-_REPORTED: Final = frozenset((LogprobsWanted, LogprobTokens, PromptLogprobsWanted))
+_REPORTED: Final = frozenset(
+    (LogprobsWanted, FullLogprobsWanted, LogprobTokens, PromptLogprobsWanted)
+)
 
 
 @dataclass(slots=True)
 class Reported:
     """Reports of a request so far; None of each kind that it did not ask for."""
 
-    logprobs: list[Logprobs] | None
-    token_id_logprobs: list[NDArray[np.float32]] | None
-    prompt_logprobs: list[Logprobs | None] | None
+    logprobs: list[Logprobs] | None = None
+    token_id_logprobs: list[NDArray[np.float32]] | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None
+    full_logprobs: list[FullLogprob] | None = None
 
     @classmethod
     def of(cls, extensions: Extensions, num_prompt_tokens: int) -> "Reported | None":
@@ -132,20 +138,20 @@ class Reported:
             [] if LogprobsWanted in kinds else None,
             [] if LogprobTokens in kinds else None,
             [None] * num_prompt_tokens if PromptLogprobsWanted in kinds else None,
+            [] if FullLogprobsWanted in kinds else None,
         )
 
     def take(self, req_id: str, result: StepResult, one: SampledToken | None = None) -> None:
         """Append the reports on a sampled token. one: the token, if it is one of several that the
         request has gained in the step."""
-        if self.logprobs is not None:
-            self.logprobs.append(
-                result.logprobs[req_id] if one is None else one.reports[TokenLogprobs]
-            )
-        if self.token_id_logprobs is not None:
-            of_requests = result.reports[GivenLogprobs]
-            self.token_id_logprobs.append(
-                of_requests[req_id] if one is None else one.reports[GivenLogprobs]
-            )
+        for kind, taken in (
+            (TokenLogprobs, self.logprobs),
+            (FullLogprobs, self.full_logprobs),
+            (GivenLogprobs, self.token_id_logprobs),
+        ):
+            if taken is not None:
+                own = result.reports[kind][req_id] if one is None else one.reports[kind]
+                taken.append(own)
 
     def take_prompt(self, chunk: PromptChunk) -> None:
         """Note a chunk of the prompt, perhaps again: after a preemption it is computed again."""
@@ -448,7 +454,7 @@ class Request:
         self.stamp(sampled_by)
         if pooled is not None:
             self.weights_versions = (VersionRun(sampled_by, 0),)
-        reported = self.reported or Reported(None, None, None)
+        reported = self.reported or Reported()
         return RequestOutput(
             req_id=self.id,
             token_ids=self.tokens[self.num_prompt_tokens :].tolist(),
@@ -459,6 +465,7 @@ class Request:
             logprobs=reported.logprobs,
             token_id_logprobs=reported.token_id_logprobs,
             prompt_logprobs=reported.prompt_logprobs,
+            full_logprobs=reported.full_logprobs,
             pooled=pooled,
             text=self.stopped_text if reason == "stop" else None,
             index=self.sample.place,

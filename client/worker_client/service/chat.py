@@ -21,6 +21,7 @@ from worker_client.service.chat_tools import ChatTools, take_tools
 from worker_client.service.context import ServiceContext
 from worker_client.service.engine import ChoicePart, Engine, Model, renamed
 from worker_client.service.fields import BodyFields, read_fields
+from worker_client.service.logprobs import take_full_logprobs
 from worker_client.service.marked_text import MarkedText
 from worker_client.service.options import OPTIONS, take_options
 from worker_client.service.response_format import FORMAT_NAMES
@@ -38,6 +39,7 @@ from worker_client.service.tool_grammar import call_grammar, text_grammar, writt
 _OWN: Final = (
     *TEMPLATE_FIELDS,
     *("model", "stream", "stream_options", "logprobs", "top_logprobs", "max_completion_tokens"),
+    "full_logprobs",
     *("tools", "tool_choice", "parallel_tool_calls", "response_format"),
 )
 _LONG_ID, _SHORT_ID = 24, 9
@@ -112,6 +114,8 @@ class _Chats:
             options["max_tokens"] = most
         if num_top is not None:
             options["logprobs"] = num_top
+        if take_full_logprobs(fields, has_logprobs=num_top is not None):
+            options["full_logprobs"] = True
         if tools is not None:
             if "structured_outputs" in options:
                 problem = "an output that follows a grammar can call no tool"

@@ -170,7 +170,9 @@ class ChatForm:
     def _reported(self, part: ChoicePart) -> list[JsonObject]:
         if self._logprobs is None or part.logprobs is None:
             return []
-        return list(map(self._logprobs.entry, part.logprobs))
+        if part.full_logprobs is None:
+            return list(map(self._logprobs.entry, part.logprobs))
+        return list(map(self._logprobs.entry, part.logprobs, part.full_logprobs))
 
     def _content(self, entries: Sequence[JsonObject]) -> dict[str, Any] | None:
         return None if self._logprobs is None else {"content": [*entries], "refusal": None}

@@ -6,7 +6,7 @@ from msgspec import Meta
 
 from worker_client.errors import request_error
 from worker_client.inputs.tokenizer import Tokenizer
-from worker_client.scheduler_output import Logprobs
+from worker_client.scheduler_output import FullLogprob, Logprobs
 from worker_client.service.fields import BodyFields
 from worker_client.service.token_texts import TokenTexts
 
@@ -35,11 +35,12 @@ class ChatLogprobs:
         self._texts = texts
         self._num_top = num_top
 
-    def entry(self, reported: Logprobs) -> dict[str, Any]:
-        """Return the entry of a token."""
+    def entry(self, reported: Logprobs, both: FullLogprob | None = None) -> dict[str, Any]:
+        """Return the entry of a token. both: None if they are not asked for."""
         ids, values = reported.token_ids.tolist(), reported.logprobs.tolist()
         first, *top = map(self._one, ids, values)
-        return {**first, "top_logprobs": top[: self._num_top]}
+        more = {} if both is None else {"logprob_full": both.full, "logprob_sampled": both.sampled}
+        return {**first, **more, "top_logprobs": top[: self._num_top]}
 
     def _one(self, token_id: int, value: float) -> dict[str, Any]:
         return {

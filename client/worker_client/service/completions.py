@@ -12,11 +12,11 @@ from starlette.responses import Response
 
 from worker_client.errors import request_error
 from worker_client.requests import GenerationRequest, PromptTokenIds
-from worker_client.scheduler_output import Logprobs
+from worker_client.scheduler_output import FullLogprob, Logprobs
 from worker_client.service.context import ServiceContext
 from worker_client.service.engine import ChoicePart, Engine, Model, Prompt, renamed
 from worker_client.service.fields import BodyFields, read_fields
-from worker_client.service.logprobs import CompletionLogprobs, joined
+from worker_client.service.logprobs import CompletionLogprobs, joined, take_full_logprobs
 from worker_client.service.options import OPTIONS, take_options
 from worker_client.service.response_format import FORMAT_NAMES
 from worker_client.service.streaming import (
@@ -31,7 +31,7 @@ from worker_client.service.token_texts import TokenTexts
 MAX_LOGPROBS: Final = 20
 _OWN: Final = (
     *("prompt", "model", "stream", "stream_options", "echo", "logprobs", "best_of"),
-    *("response_format", "add_special_tokens"),
+    *("full_logprobs", "response_format", "add_special_tokens"),
 )
 _REFUSED: Final = {
     "suffix": ("text is continued, not filled in", "leave it out"),
@@ -75,6 +75,7 @@ class _Asked:
         self.is_list = len(self.prompts) > 1
         self.echo: bool = fields.take("echo", bool, False)
         self.num_logprobs: int | None = fields.take("logprobs", NumLogprobs, None)
+        self.full_logprobs = take_full_logprobs(fields, has_logprobs=self.num_logprobs is not None)
         self.add_special_tokens: bool = fields.take("add_special_tokens", bool, True)
         self.has_format = "response_format" in fields
         self._best_of: int | None = fields.take("best_of", int, None)
@@ -96,7 +97,8 @@ class _Asked:
         if self.max_tokens is not None:
             options = {**options, "max_tokens": self.max_tokens or 1}
         if self.num_logprobs is not None:
-            options = {**options, "logprobs": self.num_logprobs}
+            full = {"full_logprobs": True} if self.full_logprobs else {}
+            options = {**options, "logprobs": self.num_logprobs, **full}
         if self.num_logprobs is not None and self.echo:
             options = {**options, "prompt_logprobs": self.num_logprobs}
         made = []
@@ -203,6 +205,7 @@ class _Choice:
         self._echoed = echoed
         self._prompt = prompt
         self._drops_tokens = asked.drops_tokens
+        self._wants_full = asked.full_logprobs
         self._logprobs: CompletionLogprobs | None = None
         if asked.num_logprobs is not None:
             self._logprobs = CompletionLogprobs(texts, asked.num_logprobs)
@@ -223,11 +226,13 @@ class _Choice:
     def _reported(self, logprobs: CompletionLogprobs, part: ChoicePart) -> JsonObject:
         ids: list[int] = []
         entries: list[Logprobs | None] = []
+        full: list[FullLogprob] | None = [] if self._wants_full else None
         if part.prompt_logprobs is not None:
             ids, entries = [int(each) for each in self._prompt], [*part.prompt_logprobs]
         if part.logprobs is not None and not self._drops_tokens:
             ids, entries = ids + part.token_ids, [*entries, *part.logprobs]
-        return logprobs.take(ids, entries)
+            full = part.full_logprobs
+        return logprobs.take(ids, entries, full)
 
     def whole(self) -> JsonObject:
         """Return all deltas as one."""

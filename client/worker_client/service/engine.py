@@ -26,7 +26,7 @@ from worker_client.requests import GenerationRequest, forked, seeded, with_adapt
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from worker_client.scheduler.draft_lengths import DraftingChange, log_change
 from worker_client.scheduler.reference import OVERDUE
-from worker_client.scheduler_output import Logprobs
+from worker_client.scheduler_output import FullLogprob, Logprobs
 from worker_client.service.errors import HttpError, unknown_model
 from worker_client.service.fields import BodyFields
 from worker_client.service.generation_defaults import sampling_defaults
@@ -65,6 +65,8 @@ class ChoicePart(NamedTuple):
     prompt_logprobs: list[Logprobs | None] | None
     """Those of the prompt, with the first part of a choice, if the request asked for them."""
     output: RequestOutput | None
+    full_logprobs: list[FullLogprob] | None = None
+    """One for each of the tokens, if the request asked for them."""
 
 
 class Engine:
@@ -335,6 +337,7 @@ class _Samples:
             None if reports is None else reports.logprobs,
             prompt,
             progress.output,
+            None if reports is None else reports.full_logprobs,
         )
 
 

@@ -3,8 +3,20 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from worker_client.scheduler_output import Logprobs
+from worker_client.errors import request_error
+from worker_client.scheduler_output import FullLogprob, Logprobs
+from worker_client.service.fields import BodyFields
 from worker_client.service.token_texts import TokenTexts
+
+
+def take_full_logprobs(fields: BodyFields, *, has_logprobs: bool) -> bool:
+    """Say whether a body asks for both log probabilities of each token. They are reported beside
+    the others. Raises RequestError."""
+    wanted: bool = fields.take("full_logprobs", bool, False)
+    if wanted and not has_logprobs:
+        fix = "give logprobs as well"
+        raise request_error("full_logprobs", wanted, "log probabilities are not asked for", fix)
+    return wanted
 
 
 class CompletionLogprobs:
@@ -17,9 +29,14 @@ class CompletionLogprobs:
         self._num_top = num_top
         self._offset = 0
 
-    def take(self, token_ids: Sequence[int], logprobs: Iterable[Logprobs | None]) -> dict[str, Any]:
+    def take(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Iterable[Logprobs | None],
+        full: Sequence[FullLogprob] | None = None,
+    ) -> dict[str, Any]:
         """Return the object of these tokens; None stands for a token that nothing is known of, as
-        the first of a prompt."""
+        the first of a prompt. full: of the last tokens; None if they are not asked for."""
         tokens: list[str] = []
         offsets: list[int] = []
         own: list[float | None] = []
@@ -30,12 +47,17 @@ class CompletionLogprobs:
             self._offset += self._texts.num_shown(token_id)
             own.append(None if entry is None else float(entry.logprobs[0]))
             top.append(None if entry is None else self._top(entry))
-        return {
+        made = {
             "tokens": tokens,
             "token_logprobs": own,
             "top_logprobs": top,
             "text_offset": offsets,
         }
+        if full is not None:
+            unknown = [None] * (len(tokens) - len(full))
+            made["token_logprobs_full"] = [*unknown, *(both.full for both in full)]
+            made["token_logprobs_sampled"] = [*unknown, *(both.sampled for both in full)]
+        return made
 
     def _top(self, entry: Logprobs) -> dict[str, float]:
         """Return the most likely tokens, and the token itself; of those with one text, the most
@@ -50,7 +72,4 @@ class CompletionLogprobs:
 
 def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the object of all tokens of several ones, in their order."""
-    return {
-        name: [value for part in parts for value in part[name]]
-        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-    }
+    return {name: [value for part in parts for value in part[name]] for name in parts[0]}

@@ -131,9 +131,10 @@ def test_fields_that_are_not_served_are_refused_by_name(fields, named):
 
 
 def test_our_options_have_the_names_of_vllms():
-    """As its golden file lists them."""
+    """As its golden file lists them. It has logits_processors in extra_args, and no place for
+    full_logprobs in its outputs."""
     theirs = json.loads(Path("tests/vllm/surface.json").read_text())["structs"]["SamplingParams"]
-    assert {*Ours.__struct_fields__} - {*theirs} == {"logits_processors"}  # there in extra_args
+    assert {*Ours.__struct_fields__} - {*theirs} == {"logits_processors", "full_logprobs"}
 
 
 @pytest.mark.parametrize("value", [None, False])

@@ -11,6 +11,7 @@ from rpc_schema.lora_request import LoraRequest
 from rpc_schema.pooling import PoolingParams
 from rpc_schema.prompt_embeds import PromptEmbeds
 from rpc_schema.sampling import (
+    FullLogprobsWanted,
     LogitsProcessors,
     LogprobsWanted,
     LogprobTokens,
@@ -42,6 +43,7 @@ ONE = np.int32(1).tobytes()
 OWN_FIELDS = (
     AllowedTokens(token_ids=ONE),
     BadWords(lengths=bytes([1]), token_ids=ONE),
+    FullLogprobsWanted(),
     LogitBias(token_ids=ONE, biases=np.float32(1).tobytes()),
     LogitsProcessors(names=("a",)),
     LogprobTokens(token_ids=ONE),
@@ -91,6 +93,7 @@ WRONG = {
     "index": (*INTEGERS[1:], -1),
     "stop": (None, "x", (1,), ("",), ("\ud800",), ("a",) * 17, ("a" * 513,)),
     "include_stop_str_in_output": (None, 1, "true"),
+    "full_logprobs": (None, 1, "true"),
     "prompt_embeds": (
         *(5, "x", [[1.0]], np.zeros((2, 4)), np.zeros(4, np.float32), np.zeros((0, 4), np.float32)),
         *(HostTensor("float32", (1, 4), None, b"x" * 32), HostTensor(5, "ab", None, None)),

@@ -11,12 +11,18 @@ import torch
 
 from rpc_schema.extensions import extension_of
 from rpc_schema.prompt_embeds import EmbeddedRange, PromptEmbeds
-from rpc_schema.sampling import GivenLogprobs, GrammarMasks, LogprobTokens, TokenLogprobs
+from rpc_schema.sampling import (
+    FullLogprobs,
+    GivenLogprobs,
+    GrammarMasks,
+    LogprobTokens,
+    TokenLogprobs,
+)
 from rpc_schema.step import NO_TOKEN, NewRequestData
 from tests.support.sample_rows import sample_rows
 from tests.support.token_rules import NUM_COMMON, RuleProcessor, random_params
 from worker_client.requests import SamplingParams
-from worker_daemon.runner.parts.interface import PartContext
+from worker_daemon.runner.parts.interface import Chosen, PartContext
 from worker_daemon.runner.parts.prompt_embeds import PromptEmbedsPart
 from worker_daemon.runner.parts.registry import PARTS
 from worker_daemon.runner.parts.step_parts import StepParts
@@ -102,7 +108,8 @@ class Runner:
             scores = part.adjust_logits(scores, rows, values)
             reporting.append((part, scores))
         tokens = self.parts.chooser.choose(scores, rows)
-        reports = [part.report(left, tokens, rows) for part, left in reporting]
+        chosen = Chosen(tokens, scores, self.parts.chooser)
+        reports = [part.report(left, chosen, rows) for part, left in reporting]
         assert torch.equal(logits.nan_to_num(), before.nan_to_num())
         return [
             Seen(
@@ -159,6 +166,7 @@ def new_row(rng) -> Row:
         "seed": (int(rng.integers(1 << 62)), 1),
         "logprobs": (int(rng.integers(0, 5)), 0.4),
         "logprob_token_ids": (tuple(rng.permutation(VOCAB)[:3].tolist()), 0.3),
+        "full_logprobs": (True, 0.4),
         "stop_token_ids": (stops, 0.7),
         "min_tokens": (int(rng.integers(1, 40)), 0.3),
         "bad_words": (tuple(words), 0.3),
@@ -282,6 +290,10 @@ def check_reports(params, found: Seen, expected: Seen, what) -> None:
         ):
             width = params.logprobs + 1  # ranks are no columns
             same(ours.flatten()[:width], theirs.flatten()[:width], what)
+    if params.full_logprobs:
+        both = found.reports[FullLogprobs], expected.reports[FullLogprobs]
+        for ours, theirs in zip(*both, strict=True):
+            same(ours, theirs, what)
     if (named := extension_of(extensions, LogprobTokens)) is not None:
         width = len(named.token_ids) // 4
         (ours,), (theirs,) = (each.reports[GivenLogprobs] for each in (found, expected))

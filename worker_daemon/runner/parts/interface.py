@@ -7,7 +7,7 @@ S rows.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -68,6 +68,38 @@ class PartContext:
     def num_rows(self) -> int:
         """S: max_num_seqs rows, and the spare row, to which padding entries point."""
         return self.limits.max_num_seqs + 1
+
+
+class TokenChooser(Protocol):
+    """Chooses tokens once all parts have adjusted the logits."""
+
+    def choose(self, logits: Tensor, rows: SampleRows) -> Tensor:
+        """Return int64 [R], a token for each sample of logits [R, V], NO_TOKEN where the
+        logits are NaN or infinite. rows: without padding. Never waits for the device."""
+
+    def choose_any(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """Choose the same tokens for request rows and positions that only the device knows, both
+        int32 [R]. A CUDA graph may hold the launches, which serve every option of the rows."""
+
+    def logprobs(self, logits: Tensor, token_ids: Tensor, rows: SampleRows) -> Tensor:
+        """Return float32 [R], the log probability of each of token_ids int64 [R] in the
+        distribution that choose draws from. They are tokens that it has drawn. Meaningless for
+        NO_TOKEN. Arguments as for choose."""
+
+
+class Chosen(NamedTuple):
+    """The tokens of a step's samples, and what they were chosen from."""
+
+    token_ids: Tensor
+    """int64 [R]: NO_TOKEN if no token could be chosen."""
+    logits: Tensor
+    """[R, V] as the last part has left them."""
+    chooser: TokenChooser
+
+    def logprobs(self, rows: SampleRows, places: Tensor) -> Tensor:
+        """Return the log probabilities of some tokens in the distributions that they were drawn
+        from: float32 [P]. rows [P] and places, int64 [P]: which."""
+        return self.chooser.logprobs(self.logits[places], self.token_ids[places], rows)
 
 
 class StepPart:
@@ -227,9 +259,9 @@ class StepPart:
         step with drafts: int64 [R], and all samples. A row gains the first ones, and none of the
         rest. Called if `follows_tokens` and a row uses the part. Never waits for the device."""
 
-    def report(self, logits: Tensor, token_ids: Tensor, rows: SampleRows) -> Report | None:
-        """Return the part's addition to the reply. logits [R, V]: as adjust_logits returned them;
-        token_ids int64 [R]: NO_TOKEN if no token could be chosen."""
+    def report(self, logits: Tensor, chosen: Chosen, rows: SampleRows) -> Report | None:
+        """Return the part's addition to the reply. logits [R, V]: as adjust_logits returned
+        them."""
         return None
 
     # Pooling.
@@ -271,18 +303,6 @@ class StepPart:
         """Return the bytes that a step with num_rows samples takes, in addition to their
         logits. itemsize: bytes of the model's dtype."""
         return NO_BYTES
-
-
-class TokenChooser(Protocol):
-    """Chooses tokens once all parts have adjusted the logits."""
-
-    def choose(self, logits: Tensor, rows: SampleRows) -> Tensor:
-        """Return int64 [R], a token for each sample of logits [R, V], NO_TOKEN where the
-        logits are NaN or infinite. rows: without padding. Never waits for the device."""
-
-    def choose_any(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """Choose the same tokens for request rows and positions that only the device knows, both
-        int32 [R]. A CUDA graph may hold the launches, which serve every option of the rows."""
 
 
 def refuse_fault(fault: RuleFault | None, request: NewRequestData) -> None:

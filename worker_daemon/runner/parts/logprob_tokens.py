@@ -15,7 +15,13 @@ from rpc_schema.sampling import MAX_LOGPROB_TOKEN_IDS, GivenLogprobs, LogprobTok
 from rpc_schema.step import NewRequestData
 from rpc_schema.token_rules import pack_token_ids, unpack_token_ids
 from worker_daemon.device.pinned import upload
-from worker_daemon.runner.parts.interface import PartContext, Report, StepPart, refuse_fault
+from worker_daemon.runner.parts.interface import (
+    Chosen,
+    PartContext,
+    Report,
+    StepPart,
+    refuse_fault,
+)
 from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.runner.scheduled_step import StepLimits
 
@@ -58,7 +64,7 @@ class LogprobTokensPart(StepPart):
         slots = upload(np.array([request.slot for request in requests], np.int64), device)
         self._token_ids[slots] = upload(table, device)
 
-    def report(self, logits: Tensor, token_ids: Tensor, rows: SampleRows) -> Report:
+    def report(self, logits: Tensor, chosen: Chosen, rows: SampleRows) -> Report:
         width = int(self._counts[rows.slots_np].max(initial=1))
         named = self._token_ids[rows.slots.long(), :width]
         total = logits.float().logsumexp(dim=1, keepdim=True)

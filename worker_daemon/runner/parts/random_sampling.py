@@ -19,6 +19,7 @@ from worker_daemon.device.pinned import upload
 from worker_daemon.runner.parts.interface import PartContext, StepPart
 from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.runner.scheduled_step import StepLimits, invalid
+from worker_daemon.sample.sampler import drawn_logprobs
 
 _TABLE_COLUMNS: Final = 6
 """int32 values of a row: temperature, top_p and min_p as float32 bits, top_k, then the two
@@ -74,6 +75,9 @@ class RandomSamplingPart(StepPart):
 
     def choose(self, logits: Tensor, rows: SampleRows) -> Tensor:
         return self._sampling.tokens(logits, self.metadata(rows))
+
+    def logprobs(self, logits: Tensor, token_ids: Tensor, rows: SampleRows) -> Tensor:
+        return drawn_logprobs(logits, token_ids, self.metadata(rows))
 
     def launch_sampling(self, logits: Tensor, rows: SampleRows) -> None:
         self.choose_any(logits, rows.slots, rows.positions)

@@ -18,6 +18,7 @@ from worker_daemon.lora.adapters import Adapters
 from worker_daemon.models.pooler import Pooler
 from worker_daemon.runner.parts.allowed_tokens import AllowedTokensPart
 from worker_daemon.runner.parts.bad_words import BadWordsPart
+from worker_daemon.runner.parts.full_logprobs import FullLogprobsPart
 from worker_daemon.runner.parts.grammar_masks import GrammarMasksPart
 from worker_daemon.runner.parts.interface import PartContext, StepPart
 from worker_daemon.runner.parts.logit_bias import LogitBiasPart
@@ -37,6 +38,7 @@ from worker_daemon.runner.scheduled_step import StepLimits
 PARTS: Final[tuple[type[StepPart], ...]] = (
     PromptEmbedsPart,  # before the first layer
     LoraPart,
+    FullLogprobsPart,  # before all that change logits
     GrammarMasksPart,
     TokenLogprobsPart,
     LogprobTokensPart,

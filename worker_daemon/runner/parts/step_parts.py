@@ -19,6 +19,7 @@ from rpc_schema.step import NO_TOKEN, NewRequestData
 from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.drafting.interface import Gained
 from worker_daemon.runner.parts.interface import (
+    Chosen,
     ComputeLogits,
     PartContext,
     Per,
@@ -298,7 +299,8 @@ class StepParts:
                 if bit & self._reporting:  # the others' logits need not be kept
                     acted.append((part, logits))
         token_ids = self.chooser.choose(logits, rows)
-        reports = (part.report(left, token_ids, rows) for part, left in acted)
+        chosen = Chosen(token_ids, logits, self.chooser)
+        reports = (part.report(left, chosen, rows) for part, left in acted)
         made = tuple(report for report in reports if report is not None)
         refused = None
         if rows.drafted is None and used & (self.refusing | self._following):

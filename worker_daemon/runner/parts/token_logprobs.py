@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rpc_schema.sampling import LogprobsWanted, TokenLogprobs
 from rpc_schema.step import NewRequestData
-from worker_daemon.runner.parts.interface import PartContext, Report, StepPart
+from worker_daemon.runner.parts.interface import Chosen, PartContext, Report, StepPart
 from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.runner.scheduled_step import StepLimits, invalid
 from worker_daemon.sample.logprobs import gather_logprobs
@@ -45,9 +45,9 @@ class TokenLogprobsPart(StepPart):
         for request, wanted in zip(requests, extensions, strict=True):
             self._counts[request.slot] = 0 if wanted is None else wanted.count
 
-    def report(self, logits: Tensor, token_ids: Tensor, rows: SampleRows) -> Report:
+    def report(self, logits: Tensor, chosen: Chosen, rows: SampleRows) -> Report:
         width = int(self._counts[rows.slots_np].max(initial=0))
-        found = gather_logprobs(logits.float(), token_ids, width)
+        found = gather_logprobs(logits.float(), chosen.token_ids, width)
         return Report(TokenLogprobs(width=width), (found.token_ids, found.logprobs, found.ranks))
 
     @staticmethod
