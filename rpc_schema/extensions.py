@@ -28,6 +28,8 @@ from rpc_schema.sampling import (
     RandomSampling,
     StopTokens,
     TokenLogprobs,
+    TraceLogprobs,
+    TraceWanted,
 )
 from rpc_schema.structured import StructuredOutput
 from rpc_schema.token_rules import TokenRule
@@ -37,6 +39,7 @@ RequestExtension: TypeAlias = (
     | StopTokens
     | LogprobsWanted
     | FullLogprobsWanted
+    | TraceWanted
     | LogprobTokens
     | PromptLogprobsWanted
     | TokenRule
@@ -52,7 +55,7 @@ StepExtension: TypeAlias = GrammarMasks
 """Extension of one step, or of the sampling of one."""
 
 ReplyExtension: TypeAlias = (
-    TokenLogprobs | FullLogprobs | GivenLogprobs | PromptLogprobs | PooledOutputs
+    TokenLogprobs | FullLogprobs | TraceLogprobs | GivenLogprobs | PromptLogprobs | PooledOutputs
 )
 """Extension of a step's reply."""
 

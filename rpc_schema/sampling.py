@@ -102,6 +102,33 @@ class FullLogprobs(FramedExtension, frozen=True, tag=22, kw_only=True):
         return 2
 
 
+class TraceWanted(Extension, frozen=True, tag=28, kw_only=True):
+    """A request brings tokens of its output, and reports both log probabilities of each
+    (FullLogprobs), as if it had sampled them. The KV that their steps compute must begin before
+    them: at the last token of the prompt or earlier."""
+
+    num_tokens: Count
+    """So many of its first output tokens: its admission has them."""
+    last_token_id: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = -1
+    """A token behind these, which the admission does not have; -1: there is none. The driver ends
+    the request with it, whatever is sampled in its place."""
+
+
+class TraceLogprobs(FramedExtension, frozen=True, tag=23, kw_only=True):
+    """Both log probabilities of tokens that requests have brought (TraceWanted), for the chunks
+    that the step computed. Two frames, each float32 [tokens], as those of FullLogprobs. A token
+    that the request could not have sampled has -inf in the second."""
+
+    req_ids: Annotated[tuple[Name, ...], Meta(max_length=65535)]
+    """Requests with a chunk."""
+    spans: RawInt32
+    """Pairs (first, count), one for each of req_ids: positions of its tokens in the frames."""
+
+    @property
+    def num_frames(self) -> int:
+        return 2
+
+
 class LogprobTokens(Extension, frozen=True, tag=24, kw_only=True):
     """A request reports the log probabilities of these tokens at each position that it samples."""
 
@@ -189,6 +216,7 @@ SamplingExtension: TypeAlias = (
     | StopTokens
     | LogprobsWanted
     | FullLogprobsWanted
+    | TraceWanted
     | TokenRule
     | LogprobTokens
     | PromptLogprobsWanted

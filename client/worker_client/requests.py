@@ -17,6 +17,7 @@ from rpc_schema.extensions import RequestExtension, extension_of
 from rpc_schema.lora_request import LoraRequest
 from rpc_schema.pooling import PoolingParams
 from rpc_schema.prompt_embeds import MAX_EMBEDDED_RANGES, PromptEmbeds
+from rpc_schema.sampling import TraceWanted
 from worker_client.errors import RequestError
 from worker_client.inputs.host_tensor import HostTensor
 from worker_client.inputs.prompt_embeds import Embeddings, embeds_extension, host_tensor
@@ -26,6 +27,7 @@ from worker_client.scheduler_output import FullLogprob, Logprobs
 
 PromptTokenIds: TypeAlias = NDArray[np.integer[Any]] | Sequence[int]
 EmbeddedAt = Annotated[tuple[tuple[Count, Positive], ...], Meta(max_length=MAX_EMBEDDED_RANGES)]
+OutputTokenIds = Annotated[tuple[Count, ...], Meta(max_length=1 << 24)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Moment = Annotated[float, Meta(ge=0.0, le=1e12)]
 """Seconds of time.monotonic()."""
@@ -61,6 +63,9 @@ class GenerationRequest:
     time.monotonic(). None: never."""
     index: Count | None = None
     """Index among the samples of a request; None: it is the only one."""
+    output_token_ids: OutputTokenIds = ()
+    """Tokens that its output begins with: a trace, of which sampling.full_logprobs reports what
+    decoding would have reported. At most max_tokens; what is left of these is generated."""
     features: tuple[RequestExtension, ...] = ()
     """Extensions of features that have no field above."""
 
@@ -73,6 +78,8 @@ class GenerationRequest:
                 malformed.
         """
         own: tuple[RequestExtension, ...] = self.sampling.extensions(eos_token_ids)
+        if self.output_token_ids and self.sampling.full_logprobs:
+            own = (*own, TraceWanted(num_tokens=len(self.output_token_ids)))
         if self.pooling is not None:
             own = (self.pooling,)
         if self.prompt_embeds is None and self.lora is None and not self.features:
@@ -193,7 +200,7 @@ class RequestOutput:
 
     req_id: str
     token_ids: list[int]
-    """Generated tokens; a stop token is the last of them."""
+    """Generated tokens, behind those of output_token_ids; a stop token is the last of them."""
     finish_reason: FinishReason
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -216,7 +223,8 @@ class RequestOutput:
     """Index among the samples of the request `parent_id(req_id)`; None: it is the only one."""
     weights_versions: tuple[VersionRun, ...] = ()
     """Versions of the weights that have sampled its tokens, in their order; one run, unless the
-    weights have changed. Of a pooling request, one run without tokens."""
+    weights have changed. Tokens that it has brought have a run without version. Of a pooling
+    request, one run without tokens."""
     error: str = ""
     """Reason for the failure if finish_reason is "error"; token_ids are the tokens before it."""
     refusal: RequestError | None = None

@@ -222,6 +222,16 @@ class PromptChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class TraceChunk:
+    """Both log probabilities of output tokens that a request has brought, as far as a step has
+    computed them."""
+
+    first: int
+    """Position in the request of the first one."""
+    logprobs: Sequence[FullLogprob]
+
+
+@dataclass(frozen=True, slots=True)
 class SampledToken:
     """One of several tokens that a request sampled in a step."""
 

@@ -227,6 +227,30 @@ def test_log_probabilities_come_with_their_tokens(opened, prompts):
     assert all(len(parts) > MAX_TOKENS // 2 for parts in found.values()), "they were not streamed"
 
 
+def test_a_trace_is_streamed_as_its_log_probabilities_come(opened, prompts):
+    """In chunks; then what is generated behind it. The same tokens and numbers as the output's."""
+    given = tuple(int(token) for token in prompts[1])
+    asked = GenerationRequest(
+        "a",
+        prompts[0],
+        len(given) + 4,
+        output_token_ids=given,
+        sampling=SamplingParams(full_logprobs=True, ignore_eos=True),
+    )
+
+    async def main():
+        async with AsyncDriver(opened) as driver:
+            return [progress async for progress in driver.generate(asked)]
+
+    parts = asyncio.run(main())
+    output = parts[-1].output
+    assert output.token_ids[: len(given)] == [*given]
+    assert [token for part in parts for token in part.token_ids] == output.token_ids
+    assert all(len(part.token_ids) == len(part.reports.full_logprobs) for part in parts)
+    assert [both for part in parts for both in part.reports.full_logprobs] == output.full_logprobs
+    assert len(output.full_logprobs) == len(given) + 4
+
+
 def test_calls_run_on_the_drivers_thread_between_steps(opened, model, prompts):
     """An idle driver is woken, an error is its caller's, and a driver that has ended takes none."""
     pace = Pace(3)

@@ -175,6 +175,7 @@ RIGHT: MappingProxyType[str, Callable[[random.Random], object]] = MappingProxyTy
         "bad_words": lambda _: [[3, 4], (5,)],
         "logprob_token_ids": lambda _: [3],
         "prompt_logprobs": lambda rng: rng.choice((0, 2)),
+        "output_token_ids": lambda rng: rng.choice(([5, 6], np.array([7]), (8,) * 5)),
         "full_logprobs": lambda rng: rng.choice((True, False)),
         "n": lambda rng: rng.choice((1, 3)),
         "index": lambda rng: rng.choice((None, 0, 1)),

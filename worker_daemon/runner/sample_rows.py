@@ -10,6 +10,7 @@ Shapes: R samples, Q sequences that sample.
 from typing import Final, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from worker_daemon.contracts.arrays import Int32s, Int64s
@@ -70,6 +71,9 @@ class SampleRows(NamedTuple):
     """True if some of the samples follow drafts."""
     drafted: Drafted | None = None
     """Set once the step's tokens are known, if it has drafts."""
+    are_replayed: bool = False
+    """True if the samples are of no step: each is in the place of a token that its row has, or that
+    its request has brought."""
 
     @property
     def has_several(self) -> bool:
@@ -100,6 +104,13 @@ class SampleRows(NamedTuple):
             return np.zeros(self.slots_np.size, np.int64)
         ends = np.searchsorted(self.slots_np, self.slots_np, side="right")
         return ends - 1 - np.arange(self.slots_np.size)
+
+    @property
+    def earlier(self) -> Int64s:
+        """Indices of the samples whose rows have tokens from the sample's position on."""
+        if self.are_replayed:
+            return np.arange(self.slots_np.size)
+        return np.flatnonzero(self.num_newer)
 
     @property
     def firsts(self) -> Int64s:
@@ -151,6 +162,7 @@ class SampleRows(NamedTuple):
             if has_several and self.given
             else (),
             has_drafts=self.has_drafts and has_several,
+            are_replayed=self.are_replayed,
         )
 
     def without_padding(self) -> "SampleRows":
@@ -161,6 +173,27 @@ class SampleRows(NamedTuple):
             token_indices=self.token_indices[:count],
             positions=self.positions[:count],
         )
+
+
+def replayed_rows(
+    slot: int, first: int, count: int, given: Int32s, device: torch.device
+) -> SampleRows:
+    """Return the samples at `count` positions of a row, from `first` on, as if its tokens ended
+    before each. given: its tokens, those at the positions included."""
+    positions = np.arange(first, first + count, dtype=np.int32)
+    slots = np.full(count, slot, np.int64)
+    return SampleRows(
+        slots,
+        np.zeros(count, np.int64),
+        positions,
+        0,
+        upload(slots.astype(np.int32), device),
+        upload(np.zeros(count, np.int32), device),
+        upload(positions, device),
+        None,
+        given=(given,) * count,
+        are_replayed=True,
+    )
 
 
 class SamplingInputs(NamedTuple):

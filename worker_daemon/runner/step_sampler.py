@@ -15,6 +15,7 @@ from rpc_schema.step import NO_TOKEN
 from worker_daemon.device.pinned import upload
 from worker_daemon.drafting.interface import Drafter, Gained, RowEnds
 from worker_daemon.models.decoder import DecoderStage
+from worker_daemon.runner.parts.interface import Chosen
 from worker_daemon.runner.parts.step_parts import SamplerOutput, StepParts
 from worker_daemon.runner.report import Report
 from worker_daemon.runner.row_tables import RowTables
@@ -39,8 +40,16 @@ class StepSampler:
         H]: the last layer's output."""
         reports: tuple[Report, ...] = ()
         if self._parts.has_reports_of_forward:
-            reports = self._parts.report_forward(hidden, step, self._stage.compute_logits)
+            reports = self._parts.report_forward(hidden, step, self)
         return reports if step.pooling is None else reports + self._parts.pool(hidden, step)
+
+    def compute(self, hidden: Tensor) -> Tensor:
+        """See PositionLogits."""
+        return self._stage.compute_logits(hidden)
+
+    def replay(self, logits: Tensor, token_ids: Tensor, rows: SampleRows) -> Chosen:
+        """See PositionLogits."""
+        return self._parts.replay(logits, token_ids, rows)
 
     def sample(self, step: Unsampled) -> SamplerOutput:
         """Choose the token of each sample. Where drafts, or a part, may refuse some, decide which

@@ -59,14 +59,16 @@ class TorchSampling:
         penalties.count_tokens(slots, token_ids, tables, most)
 
 
-def drawn_logprobs(logits: Tensor, token_ids: Tensor, metadata: SamplingMetadata) -> Tensor:
+def drawn_logprobs(
+    logits: Tensor, token_ids: Tensor, metadata: SamplingMetadata, *, are_drawn: bool
+) -> Tensor:
     """Return float32 [R], the log probability of each of token_ids int64 [R] in the distribution
     that its row draws from: the softmax of logits [R, V] after temperature and filters. In a greedy
     row it is 0 for the most likely token, and -inf for others.
 
-    Other rows have drawn their tokens. So filters keep these, also where the last bit of exp
-    differs from that of the implementation which has drawn them. Meaningless for NO_TOKEN. Sorts
-    all rows at once.
+    are_drawn: other rows have drawn their tokens. So filters keep these, also where the last bit of
+    exp differs from that of the implementation which has drawn them. Meaningless for NO_TOKEN.
+    Sorts all rows at once.
     """
     is_greedy = metadata.temperature == 0
     certain = torch.zeros_like(metadata.temperature)
@@ -75,9 +77,10 @@ def drawn_logprobs(logits: Tensor, token_ids: Tensor, metadata: SamplingMetadata
         return certain
     chosen = token_ids.clamp(min=0).unsqueeze(1)
     scaled = _scale(logits.float(), metadata.temperature)
-    own = scaled.gather(1, chosen)
-    kept = _filtered(scaled, metadata).scatter(1, chosen, own)
-    drawn = own.squeeze(1) - kept.logsumexp(dim=1)
+    kept = _filtered(scaled, metadata)
+    if are_drawn:
+        kept = kept.scatter(1, chosen, scaled.gather(1, chosen))
+    drawn = kept.gather(1, chosen).squeeze(1) - kept.logsumexp(dim=1)
     return torch.where(is_greedy, certain, drawn)
 
 

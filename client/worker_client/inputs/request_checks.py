@@ -146,6 +146,8 @@ def _validated(request: GenerationRequest, top: int) -> GenerationRequest:
         if top < MAX_COUNT:
             _check_rules(sampling, top)
     _check_objects(request)
+    if request.output_token_ids:
+        _check_output(request, top)
     return request
 
 
@@ -263,6 +265,33 @@ def _check_sampling(request: GenerationRequest) -> None:
     if sampling.n > 1 and len(sample_id(request.id, sampling.n - 1)) > MAX_ID_LENGTH:
         fix = "leave room for the # and the number of a sample"
         raise RequestError("the id is too long", field="id", value=request.id, fix=fix)
+
+
+def _check_output(request: GenerationRequest, top: int) -> None:
+    """Check the tokens that a request brings; top: the largest token id."""
+    output, sampling = request.output_token_ids, request.sampling
+    if max(output) > top:
+        raise_token_id("output_token_ids", max(output), top)
+    if len(output) > request.max_tokens:
+        raise RequestError(
+            f"output_token_ids has {len(output)} tokens, and max_tokens is {request.max_tokens}",
+            field="output_token_ids",
+            value=len(output),
+            fix="raise max_tokens, or give fewer",
+        )
+    if request.pooling is not None:
+        fix = "leave it out, or leave pooling out"
+        message = "a request that pools has no output tokens"
+        raise RequestError(message, field="output_token_ids", value=output[:8], fix=fix)
+    for field in ("logprobs", "logprob_token_ids", "structured_outputs"):
+        value = getattr(sampling, field)
+        if value is not None:
+            raise RequestError(
+                f"{field} is not served for tokens that a request brings (output_token_ids)",
+                field=SAMPLING + field,
+                value=value,
+                fix="leave it out; full_logprobs reports their log probabilities",
+            )
 
 
 def _check_objects(request: GenerationRequest) -> None:

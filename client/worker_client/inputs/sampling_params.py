@@ -24,6 +24,7 @@ from rpc_schema.sampling import (
     StopTokens,
     Temperature,
     TopP,
+    TraceWanted,
 )
 from rpc_schema.structured import StructuredOutput
 from rpc_schema.token_rules import (
@@ -187,6 +188,8 @@ def _params_of(extension: SamplingExtension | StructuredOutput) -> dict[str, Any
             params = {"logprobs": extension.count}
         case FullLogprobsWanted():
             params = {"full_logprobs": True}
+        case TraceWanted():
+            params = {}  # it goes with tokens of the request
         case PromptLogprobsWanted():
             params = {"prompt_logprobs": extension.count}
         case LogitsProcessors():

@@ -17,9 +17,11 @@ from rpc_schema.sampling import (
     PromptLogprobs,
     PromptLogprobsWanted,
     TokenLogprobs,
+    TraceLogprobs,
+    TraceWanted,
 )
 from worker_client.parts.interface import ExtensionFault, ModelBounds, RequestPart
-from worker_client.scheduler_output import FullLogprob, Logprobs, PromptChunk
+from worker_client.scheduler_output import FullLogprob, Logprobs, PromptChunk, TraceChunk
 
 
 class LogprobsPart(RequestPart):
@@ -59,15 +61,8 @@ class FullLogprobsRequestPart(RequestPart):
         req_ids: Sequence[str],
         asked: Mapping[str, FullLogprobsWanted],
     ) -> Mapping[str, FullLogprob]:
-        rows = len(req_ids)
-        if [len(frame) for frame in frames] != [4 * rows] * 2:
-            raise BadFrameError(f"the frames do not fit two log probabilities of {rows} rows")
-        full, sampled = (np.frombuffer(frame, "<f4").tolist() for frame in frames)
-        return {
-            req_id: FullLogprob(*own)
-            for req_id, *own in zip(req_ids, full, sampled, strict=True)
-            if req_id in asked
-        }
+        both = _both(frames, len(req_ids))
+        return {req_id: own for req_id, own in zip(req_ids, both, strict=True) if req_id in asked}
 
 
 class LogprobTokensRequestPart(RequestPart):
@@ -119,20 +114,41 @@ class PromptLogprobsRequestPart(RequestPart):
         req_ids: Sequence[str],
         asked: Mapping[str, PromptLogprobsWanted],
     ) -> Mapping[str, PromptChunk]:
-        names, spans = extension.req_ids, np.frombuffer(extension.spans, np.uint8)
-        if spans.size != 8 * len(names) or not asked.keys() >= set(names):
-            raise BadFrameError("prompt logprobs of requests that did not ask for them")
-        pairs: list[list[int]] = spans.view("<i4").reshape(-1, 2).tolist()
-        if any(first < 1 or count < 1 for first, count in pairs):
-            raise BadFrameError("prompt logprobs for positions that do not exist")
-        entries = _Entries(frames, sum(count for _, count in pairs), extension.width)
-        chunks, begin = {}, 0
-        for req_id, (first, count) in zip(names, pairs, strict=True):
-            rows = range(begin, begin + count)
-            own = [entries.at(row, asked[req_id].count) for row in rows]
-            chunks[req_id] = PromptChunk(first, own)
-            begin += count
-        return chunks
+        spans = _spans(extension.req_ids, extension.spans, asked)
+        entries = _Entries(frames, sum(len(rows) for _, rows in spans.values()), extension.width)
+        return {
+            req_id: PromptChunk(first, [entries.at(row, asked[req_id].count) for row in rows])
+            for req_id, (first, rows) in spans.items()
+        }
+
+
+class TraceRequestPart(RequestPart):
+    """Both log probabilities of output tokens that a request brings, a chunk with each step that
+    computes them."""
+
+    extension = TraceWanted
+    reply_extension = TraceLogprobs
+    reports_tokens = False
+
+    def find_fault(self, extension: TraceWanted, bounds: ModelBounds) -> ExtensionFault | None:
+        if extension.last_token_id >= bounds.vocab_size:
+            fix = f"use a token id below {bounds.vocab_size}"
+            return ExtensionFault("last_token_id", extension.last_token_id, fix)
+        return None
+
+    def read_reply(
+        self,
+        extension: TraceLogprobs,
+        frames: Sequence[Frame],
+        req_ids: Sequence[str],
+        asked: Mapping[str, TraceWanted],
+    ) -> Mapping[str, TraceChunk]:
+        spans = _spans(extension.req_ids, extension.spans, asked)
+        both = _both(frames, sum(len(rows) for _, rows in spans.values()))
+        return {
+            req_id: TraceChunk(first, both[rows.start : rows.stop])
+            for req_id, (first, rows) in spans.items()
+        }
 
 
 class _Entries:
@@ -149,6 +165,31 @@ class _Entries:
         """Return a row with the `count` most likely tokens."""
         end = count + 1
         return Logprobs(self._token_ids[row, :end], self._logprobs[row, :end], self._ranks[row])
+
+
+def _both(frames: Sequence[Frame], count: int) -> list[FullLogprob]:
+    """Return both log probabilities of `count` tokens."""
+    if [len(frame) for frame in frames] != [4 * count] * 2:
+        raise BadFrameError(f"the frames do not fit two log probabilities of {count} tokens")
+    full, sampled = (np.frombuffer(frame, "<f4").tolist() for frame in frames)
+    return list(map(FullLogprob, full, sampled))
+
+
+def _spans(
+    names: Sequence[str], spans: bytes, asked: Mapping[str, object]
+) -> Mapping[str, tuple[int, range]]:
+    """Return the position of each request's first token in a report of chunks, and the rows of its
+    tokens."""
+    if len(spans) != 8 * len(names) or not asked.keys() >= set(names):
+        raise BadFrameError("log probabilities of requests that did not ask for them")
+    pairs: list[list[int]] = np.frombuffer(spans, "<i4").reshape(-1, 2).tolist()
+    if any(first < 1 or count < 1 for first, count in pairs):
+        raise BadFrameError("log probabilities for positions that do not exist")
+    ends = np.cumsum([count for _, count in pairs]).tolist()
+    return {
+        name: (first, range(end - count, end))
+        for name, (first, count), end in zip(names, pairs, ends, strict=True)
+    }
 
 
 def _count_fault(count: int, bounds: ModelBounds) -> ExtensionFault | None:

@@ -15,6 +15,7 @@ from worker_client.parts.logprobs import (
     LogprobsPart,
     LogprobTokensRequestPart,
     PromptLogprobsRequestPart,
+    TraceRequestPart,
 )
 from worker_client.parts.lora import LoraRequestPart
 from worker_client.parts.pooling import PoolingRequestPart
@@ -43,6 +44,7 @@ PARTS: Final[tuple[RequestPart, ...]] = (
     FullLogprobsRequestPart(),
     LogprobTokensRequestPart(),
     PromptLogprobsRequestPart(),
+    TraceRequestPart(),
     StructuredOutputPart(),
     PoolingRequestPart(),
     AllowedTokensRequestPart(),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rpc_schema.extensions import extension_of
 from rpc_schema.lora_request import LoraRequest
 from rpc_schema.pooling import PoolingParams
-from rpc_schema.sampling import PromptLogprobs
+from rpc_schema.sampling import PromptLogprobs, TraceLogprobs
 from rpc_schema.step import NO_TOKEN
 from worker_client.group.adoption import AdoptedRequest
 from worker_client.group.weights_state import WeightsVersion
@@ -42,6 +42,7 @@ from worker_client.scheduler_output import (
     SampledToken,
     SchedulerOutput,
     StepResult,
+    TraceChunk,
 )
 from worker_client.steps.cached_blocks import CachedBlocks
 
@@ -157,7 +158,7 @@ class Scheduler:
             entry.stamp(request.weights_version)
             self._admits_with = request.weights_version
             is_whole = entry.num_tokens == len(request.token_ids) and entry.blocks.may_share
-            has_kv = request.num_computed_tokens and is_whole
+            has_kv = 0 < request.num_computed_tokens <= entry.most_cached and is_whole
             if reason is not None:
                 done.append(self._finish(entry, reason))
             elif has_kv and not self._queues.is_full:
@@ -192,7 +193,10 @@ class Scheduler:
     def generated_tokens(self, req_id: str, first: int) -> list[int]:
         """Return the generated tokens of an unfinished request from number `first` on."""
         request = self._queues.unfinished.get(req_id)
-        return [] if request is None else list(request.tokens[request.num_prompt_tokens + first :])
+        if request is None:
+            return []
+        end = request.num_reported if request.is_tracing else None
+        return list(request.tokens[request.num_prompt_tokens :][first:end])
 
     def generated_reports(self, req_id: str, first: int) -> Reports:
         """Return what an unfinished request reports on its tokens from number `first` on, and on
@@ -301,6 +305,7 @@ class Scheduler:
         find, block_size = self._queues.unfinished.get, self._blocks.unit
         if result.reports:
             self._take_prompts(result.reports.get(PromptLogprobs, {}))
+            self._take_traces(result.reports.get(TraceLogprobs, {}))
         if result.refused or result.drafts:
             self._take_refusals(result)
         gained = {req_id: iter(own) for req_id, own in result.gained.items()}
@@ -315,9 +320,7 @@ class Scheduler:
                 place, num_left = len(request.tokens), request.num_in_flight - 1
                 done += self._not_finite(request, place, num_left)
                 continue
-            reason = request.take(token)
-            if request.reported is not None:
-                request.reported.take(req_id, result, next(gained.get(req_id, _NONE_GAINED), None))
+            reason = request.gain(token, result, next(gained.get(req_id, _NONE_GAINED), None))
             if reason is not None:
                 done.append(self._finish(request, reason))
             elif len(request.tokens) % block_size == 0 and request.is_running:
@@ -405,6 +408,12 @@ class Scheduler:
             request = self._queues.unfinished.get(req_id)
             if request is not None and request.reported is not None:
                 request.reported.take_prompt(chunk)
+
+    def _take_traces(self, chunks: Mapping[str, TraceChunk]) -> None:
+        for req_id, chunk in chunks.items():
+            request = self._queues.unfinished.get(req_id)
+            if request is not None and request.reported is not None:
+                request.reported.take_trace(chunk, request.num_prompt_tokens)
 
     def _take_outputs(self, pooled: Mapping[str, NDArray[np.float32]]) -> list[RequestOutput]:
         ended = (

@@ -26,6 +26,7 @@ from rpc_schema.sampling import (
     PromptLogprobsWanted,
     StopTokens,
     TokenLogprobs,
+    TraceWanted,
 )
 from rpc_schema.step import NO_TOKEN
 from rpc_schema.structured import StructuredOutput
@@ -52,6 +53,7 @@ from worker_client.scheduler_output import (
     PromptChunk,
     SampledToken,
     StepResult,
+    TraceChunk,
 )
 from worker_client.steps.step_checks import (
     MAX_ADMITTED_BYTES,
@@ -152,6 +154,13 @@ class Reported:
             if taken is not None:
                 own = result.reports[kind][req_id] if one is None else one.reports[kind]
                 taken.append(own)
+
+    def take_trace(self, chunk: TraceChunk, num_prompt_tokens: int) -> None:
+        """Note a chunk of the tokens that the request has brought, perhaps again. Chunks come in
+        order."""
+        if self.full_logprobs is not None:
+            place = chunk.first - num_prompt_tokens
+            self.full_logprobs[place : place + len(chunk.logprobs)] = chunk.logprobs
 
     def take_prompt(self, chunk: PromptChunk) -> None:
         """Note a chunk of the prompt, perhaps again: after a preemption it is computed again."""
@@ -265,6 +274,11 @@ class Request:
     blocks: HeldBlocks = field(default_factory=HeldBlocks)
     reported: Reported | None = None
     """None if it reports nothing."""
+    num_brought: int = 0
+    """Output tokens that it has brought, all of which are reported."""
+    closing: int | None = None
+    """Another one, the last of all, which takes the place of the token that its first step
+    samples."""
     weights_versions: tuple[VersionRun, ...] = ()
     """Versions of the weights that have sampled its tokens, as far as stamp() was told."""
 
@@ -277,8 +291,32 @@ class Request:
         self.traits = Traits.of(self.extensions, self.sample)
         self.reported = Reported.of(self.extensions, self.num_prompt_tokens)
         self.blocks.root = prefix_root(self.extensions)
+        trace = extension_of(self.extensions, TraceWanted)
+        if trace is not None:
+            self.num_brought = trace.num_tokens
+            self.closing = trace.last_token_id if trace.last_token_id >= 0 else None
         # Prompt tokens found in the cache are not computed, so they would have no logprobs.
         self.blocks.may_share = self.reported is None or self.reported.prompt_logprobs is None
+
+    @property
+    def most_cached(self) -> int:
+        """Most of its tokens whose KV it may find in the cache: what a trace still has to report is
+        computed."""
+        most = len(self.tokens) - 1
+        return (
+            min(most, self.num_prompt_tokens + self.num_reported - 1) if self.is_tracing else most
+        )
+
+    @property
+    def is_tracing(self) -> bool:
+        """True if tokens that it has brought are still to be reported."""
+        return self.num_reported < self.num_brought
+
+    @property
+    def num_reported(self) -> int:
+        """Number of its output tokens that have been reported, if it has brought some."""
+        full = None if self.reported is None else self.reported.full_logprobs
+        return 0 if full is None else len(full)
 
     @property
     def pools(self) -> bool:
@@ -353,6 +391,23 @@ class Request:
             return "stop"
         return "length" if len(tokens) == self.limit else None
 
+    def bring(self, tokens: Sequence[int]) -> FinishReason | None:
+        """Append tokens that it has brought, up to one that ends it; return the reason."""
+        reason = next((reason for token in tokens if (reason := self.take(token))), None)
+        self.num_tokens = len(self.tokens)
+        self.weights_versions = (VersionRun(None, self.num_tokens - self.num_prompt_tokens),)
+        return reason
+
+    def gain(self, token: int, result: StepResult, one: SampledToken | None) -> FinishReason | None:
+        """Append a sampled token and the reports on it, or in its place the last token that the
+        request has brought; return the reason if it ends. one: as Reported.take takes it."""
+        if self.closing is not None:
+            return self.bring((self.closing,))
+        reason = self.take(token)
+        if self.reported is not None:
+            self.reported.take(self.id, result, one)
+        return reason
+
     def take_again(self) -> FinishReason | None:
         """Append all generated tokens of an adopted request again, up to its end or to a NO_TOKEN;
         return the reason if it ends. A request that reports anything restarts from its prompt:
@@ -360,7 +415,7 @@ class Request:
         generated = self.tokens[self.num_prompt_tokens :]
         del self.tokens[self.num_prompt_tokens :]
         reason = None
-        for token in generated if self.reported is None else ():
+        for token in generated if self.reported is None else generated[: self.num_brought]:
             if token == NO_TOKEN or reason is not None:
                 break
             reason = self.take(token)
@@ -575,18 +630,59 @@ def new_request(
     if sampling.stop or request.index is not None:
         includes_stop = sampling.include_stop_str_in_output
         sample = SampleIdentity(request.index, sampling.stop, includes_stop)
-    made = _request_class(sample, extensions, texts)(
-        id=request.id,
-        tokens=_int32s(request.prompt),
-        num_prompt_tokens=num_prompt,
-        limit=limit,
-        extensions=extensions,
-        priority=request.priority,
-        deadline=math.inf if request.deadline is None else request.deadline,
-        sample=sample,
-    )
+
+    def make(extensions: Extensions) -> Request:
+        return _request_class(sample, extensions, texts)(
+            id=request.id,
+            tokens=_int32s(request.prompt),
+            num_prompt_tokens=num_prompt,
+            limit=limit,
+            extensions=extensions,
+            priority=request.priority,
+            deadline=math.inf if request.deadline is None else request.deadline,
+            sample=sample,
+        )
+
+    made = make(extensions)
+    if request.output_token_ids:
+        made = _with_output(made, request.output_token_ids, make)
     _note_limits(made, limits)
     _check_admission(made, limits.block_groups)
+    return made
+
+
+def _with_output(
+    made: Request, output: Sequence[int], make: Callable[[Extensions], Request]
+) -> Request:
+    """Return a request with the tokens that it brings. make: makes it again without, with other
+    extensions.
+
+    Raises:
+        RequestError: one of them ends the request, and it is not the last; or the last one does,
+            and nothing is reported.
+    """
+    reason = made.bring(output)
+    if reason is None:
+        return made
+    count, trace = len(made.tokens) - made.num_prompt_tokens, made.num_brought
+    if count < len(output):
+        raise RequestError(
+            f"output_token_ids goes on past a token that ends the request ({reason!r})",
+            field="output_token_ids",
+            value=f"{len(output)} tokens",
+            fix=f"give the first {count}, or change what ends it (ignore_eos, stop)",
+        )
+    if not trace:
+        raise RequestError(
+            "output_token_ids leaves nothing to generate, and nothing is reported",
+            field="output_token_ids",
+            value=f"{count} tokens, then {reason!r}",
+            fix="ask for full_logprobs, or give fewer tokens or a larger max_tokens",
+        )
+    wanted = TraceWanted(num_tokens=count - 1, last_token_id=output[-1])
+    kept = (each for each in made.extensions if not isinstance(each, TraceWanted))
+    made = make((*kept, wanted))
+    made.bring(output[:-1])
     return made
 
 

@@ -179,7 +179,7 @@ class RequestBlocks:
         self._hash(request)
         hashes = request.blocks.hashes
         unit, fitted = self._prefix_unit, 0
-        length = (len(request.tokens) - 1) // self.unit // unit * unit
+        length = request.most_cached // self.unit // unit * unit
         while fitted != length:  # until every group can serve it
             fitted = length
             for group in range(len(self._groups)):

@@ -18,6 +18,7 @@ from rpc_schema.sampling import (
     PromptLogprobsWanted,
     RandomSampling,
     StopTokens,
+    TraceWanted,
 )
 from rpc_schema.structured import StructuredOutput
 from rpc_schema.token_rules import AllowedTokens, BadWords, LogitBias, Penalties
@@ -54,6 +55,7 @@ OWN_FIELDS = (
     RandomSampling(seed=1),
     StopTokens(token_ids=(1,)),
     StructuredOutput(kind="regex", text="a"),
+    TraceWanted(num_tokens=1),
 )
 """Extensions that requests have by fields: one of each."""
 WRONG = {
@@ -102,6 +104,7 @@ WRONG = {
     "prompt_embeds_at": (None, 5, [1], [(0,)], [(0, 1, 2)], [(-1, 1)], [("0", 1)], [(0, 1)]),
     "features": (None, 5, [], "ab", *((extension,) for extension in OWN_FIELDS)),
     "sampling": (None, 5, {"temperature": 1.0}, PoolingParams(task="embed"), SamplingParams),
+    "output_token_ids": (None, 5, "12", [1.5], [True], [[1]], [-1], [HUGE], {1: 1}, [1] * 5),
     "priority": (*INTEGERS, -(2**31) - 1, 2**31, HUGE, Raising(TypeError)),
     "deadline": ("1", True, NAN, INF, -1, HUGE, np.array([1.0]), np.datetime64("2026-01-01")),
 }
@@ -120,6 +123,7 @@ NEAR = {
     "ignore_eos": (True, np.bool_(True)),
     "logit_bias": ({1: 2}, {np.int64(1): np.float32(2)}),
     "features": ((LoraRequest(name="a", lora_id=1, version=1),),),
+    "output_token_ids": ([1, 2], np.array([1, 2]), (np.int64(1),)),
     "priority": (-3, np.int64(3)),
     "deadline": (None, 7, np.float32(0.5)),
 }

@@ -16,6 +16,7 @@ from rpc_schema.sampling import (
     GivenLogprobs,
     GrammarMasks,
     LogprobTokens,
+    PromptLogprobsWanted,
     TokenLogprobs,
 )
 from rpc_schema.step import NO_TOKEN, NewRequestData
@@ -26,7 +27,7 @@ from worker_daemon.runner.parts.interface import Chosen, PartContext
 from worker_daemon.runner.parts.prompt_embeds import PromptEmbedsPart
 from worker_daemon.runner.parts.registry import PARTS
 from worker_daemon.runner.parts.step_parts import StepParts
-from worker_daemon.runner.sample_rows import Drafted, SampleRows
+from worker_daemon.runner.sample_rows import Drafted, SampleRows, replayed_rows
 from worker_daemon.runner.scheduled_step import (
     NO_STEP_VALUES,
     NO_UPDATES,
@@ -390,6 +391,30 @@ def step_of(slots, starts, counts) -> ScheduledStep:
     )
 
 
+def test_replayed_samples_are_those_of_rows_that_end_before_them():
+    """In the places of all tokens that a row has: exactly."""
+    seed = int(np.random.default_rng().integers(1 << 30))
+    print("seed", seed)
+    rng, compared = np.random.default_rng(seed), 0
+    for number in range(60):
+        row, slot = new_row(rng), number % NUM_ROWS
+        runner = Runner(NUM_ROWS)
+        runner.begin(slot, row)
+        first = int(rng.integers(row.num_prompt, len(row.tokens) + 1))
+        given, count = np.array(row.tokens, np.int32), len(row.tokens) - first
+        logits = torch.from_numpy(rng.standard_normal((count, VOCAB))).float()
+        rows = replayed_rows(slot, first, count, given, CPU)
+        targets = torch.from_numpy(given[first:].astype(np.int64))
+        found = runner.parts.replay(logits, targets, rows)
+        for place in range(count):
+            alone, tokens = Runner(NUM_ROWS), row.tokens[: first + place]
+            alone.begin(slot, Row(tokens, row.num_prompt, row.params))
+            (seen,) = alone.sample(logits[place : place + 1], sample_rows([slot], [len(tokens)]))
+            same(found.logits[place].float(), seen.scores.float(), (row, place))
+            compared += 1
+    assert compared > 100
+
+
 def test_drafts_are_no_tokens_of_a_prompt():
     """Slot 1 computes the last 4 tokens of its prompt and 3 drafts; slot 0 decodes with drafts, at
     a position that is an upper bound; slot 2 computes a part of its prompt."""
@@ -398,11 +423,10 @@ def test_drafts_are_no_tokens_of_a_prompt():
     for slot, tokens in prompts.items():
         params = SamplingParams(prompt_logprobs=1)
         runner.begin(slot, Row(tokens, len(tokens), params))
-    (part,) = (m for m in runner.members if m.reports_forward)
+    (part,) = (m for m in runner.members if m.request_extension is PromptLogprobsWanted)
     hidden = torch.randn(64, VOCAB)
-    report = part.report_forward(
-        hidden, step_of([0, 1, 2], [30, 6, 2], [3, 7, 5]), lambda states: states
-    )
+    positions = SimpleNamespace(compute=lambda states: states)
+    report = part.report_forward(hidden, step_of([0, 1, 2], [30, 6, 2], [3, 7, 5]), positions)
     spans = np.frombuffer(report.extension.spans, "<i4").reshape(-1, 2).tolist()
     assert report.extension.req_ids == ("r1", "r2")
     assert spans == [[7, 3], [3, 5]]

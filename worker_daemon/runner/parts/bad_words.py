@@ -119,7 +119,7 @@ class BadWordsPart(StepPart):
             return _appended(recent, inputs, ends - num_before, num_before)
         if not rows.given:
             return recent
-        earlier = np.flatnonzero(rows.num_newer)
+        earlier = rows.earlier
         own = np.full((earlier.size, _BEFORE), _NO_TOKEN, np.int32)
         for entry, sample in zip(own, earlier, strict=True):
             _fill_recent(entry, rows.given[sample][: rows.positions_np[sample]])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rpc_schema.sampling import FullLogprobs, FullLogprobsWanted
 from rpc_schema.step import NewRequestData
+from worker_daemon.contracts.arrays import Int64s
 from worker_daemon.device.pinned import upload
 from worker_daemon.runner.parts.interface import Chosen, PartContext, Report, StepPart
 from worker_daemon.runner.sample_rows import SampleRows
@@ -36,8 +37,6 @@ class FullLogprobsPart(StepPart):
     def __init__(self, context: PartContext) -> None:
         self._wants = np.zeros(context.num_rows, np.bool_)
         """[S]"""
-        self._piece = max(1, _MAX_LOGITS // context.limits.vocab_size)
-        """Samples that are processed at a time."""
 
     def admit(
         self, requests: Sequence[NewRequestData], extensions: Sequence[FullLogprobsWanted | None]
@@ -46,17 +45,26 @@ class FullLogprobsPart(StepPart):
             self._wants[request.slot] = wanted is not None
 
     def report(self, logits: Tensor, chosen: Chosen, rows: SampleRows) -> Report:
-        full = logits.new_zeros(logits.shape[0], dtype=torch.float32)
-        drawn = torch.zeros_like(full)
         wanted = np.flatnonzero(self._wants[rows.slots_np])
-        for start in range(0, wanted.size, self._piece):
-            own = wanted[start : start + self._piece]
-            places = upload(own, logits.device)
-            full[places] = token_logprobs(logits[places], chosen.token_ids[places])
-            drawn[places] = chosen.logprobs(rows.keep(own, rows.used), places)
-        return Report(FullLogprobs(), (full, drawn))
+        return Report(FullLogprobs(), both_logprobs(logits, chosen, rows, wanted))
 
     @staticmethod
     def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
         """Count what one piece takes."""
         return min(num_rows * vocab_size, max(vocab_size, _MAX_LOGITS)) * _BYTES_PER_LOGIT
+
+
+def both_logprobs(
+    logits: Tensor, chosen: Chosen, rows: SampleRows, wanted: Int64s
+) -> tuple[Tensor, Tensor]:
+    """Return the log probabilities of the tokens of some samples, int64 [P], under the model, whose
+    logits are [R, V], and as drawn: each float32 [R], 0 for other samples."""
+    full = logits.new_zeros(logits.shape[0], dtype=torch.float32)
+    drawn = torch.zeros_like(full)
+    piece = max(1, _MAX_LOGITS // logits.shape[1])
+    for start in range(0, wanted.size, piece):
+        own = wanted[start : start + piece]
+        places = upload(own, logits.device)
+        full[places] = token_logprobs(logits[places], chosen.token_ids[places])
+        drawn[places] = chosen.logprobs(rows.keep(own, rows.used), places)
+    return full, drawn

@@ -5,7 +5,7 @@ Letters: R samples, Q sequences that sample (sample_rows.py), V vocabulary, N to
 S rows.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -34,10 +34,6 @@ from worker_daemon.runner.scheduled_step import (
 
 Per: TypeAlias = Literal["token", "sequence", "sample"]
 """The number of entries in a column: one per token, per sequence, or per sampled token."""
-
-ComputeLogits: TypeAlias = Callable[[Tensor], Tensor]
-"""Computes logits [P, V] in the model's dtype from hidden states [P, H]. Every rank of a stage must
-make the same calls."""
 
 NO_BYTES: Final = 0
 
@@ -81,10 +77,12 @@ class TokenChooser(Protocol):
         """Choose the same tokens for request rows and positions that only the device knows, both
         int32 [R]. A CUDA graph may hold the launches, which serve every option of the rows."""
 
-    def logprobs(self, logits: Tensor, token_ids: Tensor, rows: SampleRows) -> Tensor:
+    def logprobs(
+        self, logits: Tensor, token_ids: Tensor, rows: SampleRows, *, are_drawn: bool
+    ) -> Tensor:
         """Return float32 [R], the log probability of each of token_ids int64 [R] in the
-        distribution that choose draws from. They are tokens that it has drawn. Meaningless for
-        NO_TOKEN. Arguments as for choose."""
+        distribution that choose draws from. are_drawn: it has drawn them, so none is -inf.
+        Meaningless for NO_TOKEN. Other arguments as for choose."""
 
 
 class Chosen(NamedTuple):
@@ -95,11 +93,26 @@ class Chosen(NamedTuple):
     logits: Tensor
     """[R, V] as the last part has left them."""
     chooser: TokenChooser
+    are_drawn: bool = True
+    """False: requests have brought the tokens."""
 
     def logprobs(self, rows: SampleRows, places: Tensor) -> Tensor:
-        """Return the log probabilities of some tokens in the distributions that they were drawn
-        from: float32 [P]. rows [P] and places, int64 [P]: which."""
-        return self.chooser.logprobs(self.logits[places], self.token_ids[places], rows)
+        """Return the log probabilities of some tokens in the distributions that they were, or would
+        have been, drawn from: float32 [P]. rows [P] and places, int64 [P]: which."""
+        logits, token_ids = self.logits[places], self.token_ids[places]
+        return self.chooser.logprobs(logits, token_ids, rows, are_drawn=self.are_drawn)
+
+
+class PositionLogits(Protocol):
+    """Logits at any position of a step's forward pass."""
+
+    def compute(self, hidden: Tensor) -> Tensor:
+        """Return logits [P, V] in the model's dtype for hidden states [P, H]. Every rank of a stage
+        must make the same calls."""
+
+    def replay(self, logits: Tensor, token_ids: Tensor, rows: SampleRows) -> Chosen:
+        """Return given tokens, int64 [P], as the outcome of sampling from logits [P, V]. rows:
+        replayed ones, whatever parts they use. Changes no state."""
 
 
 class StepPart:
@@ -222,7 +235,7 @@ class StepPart:
         return hidden
 
     def report_forward(
-        self, hidden: Tensor, step: ScheduledStep, compute_logits: ComputeLogits
+        self, hidden: Tensor, step: ScheduledStep, positions: PositionLogits
     ) -> Report | None:
         """Return what the reply reports about the forward pass itself. hidden [N, H]: the output of
         the last stage's last layer, with the step's tokens first, in order. Called on that stage

@@ -6,7 +6,7 @@ is admitted, and updated with each token that the row gains. A sample at the pos
 that the row has is penalized as if the row's tokens ended there, and one behind drafts as if they
 were the row's tokens.
 
-Shapes: S rows, R samples, V vocabulary, K pairs of a sample and a token.
+Shapes: S rows, R samples, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,17 @@ from worker_daemon.contracts.sampling import DraftsBefore, PenaltyTables
 from worker_daemon.device.pinned import upload
 from worker_daemon.runner.parts.interface import PartContext, StepPart
 from worker_daemon.runner.sample_rows import Drafted, SampleRows
-from worker_daemon.sample import penalties
 
 _FLOAT32: Final = 4
 _INT16: Final = 2
 _IN_PROMPT: Final = -(2**15)
 """Sign bit of a count: the token is in the prompt."""
+_ONE_IN_PROMPT: Final = 1 << 32
+"""Stands for an occurrence in the prompt, in counts of both."""
+_MAX_ENTRIES: Final = 1 << 22
+"""Bound on the entries of tables that are made for earlier positions of rows at a time."""
+_ENTRY_BYTES: Final = 32
+"""Memory of such an entry: counts in int64 and their copies, and the scores."""
 _NONE: Final = Penalties()
 _WITHOUT: Final = -1
 """In place of a row's number of prompt tokens: it has no penalties."""
@@ -94,37 +99,44 @@ class PenaltiesPart(StepPart):
         scores = self._sampling.penalized(logits, rows.slots, self._tables, drafts)
         if not rows.given:
             return scores
-        samples, token_ids, values = self._unseen(rows)
-        if not samples.size:
-            return scores
-        device = logits.device
-        places = upload(samples, device), upload(token_ids, device)
-        weights = self._tables.weights[rows.slots[places[0]].long()]
-        entries = PenaltyTables(upload(values, device).unsqueeze(1), weights)
-        own = torch.arange(samples.size, device=device)
-        again = penalties.penalized(logits[places].unsqueeze(1), own, entries)
-        return scores.index_put_(places, again.squeeze(1))
+        earlier = rows.earlier
+        earlier = earlier[self._num_prompt[rows.slots_np[earlier]] != _WITHOUT]
+        piece = max(1, _MAX_ENTRIES // logits.shape[1])
+        for start in range(0, earlier.size, piece):
+            own = earlier[start : start + piece]
+            places = upload(own, logits.device)
+            weights = self._tables.weights[rows.slots[places].long()]
+            tables = PenaltyTables(self._tables_at(rows, own, logits), weights)
+            slots = torch.arange(own.size, dtype=torch.int32, device=logits.device)
+            scores[places] = self._sampling.penalized(logits[places], slots, tables)
+        return scores
 
-    def _unseen(self, rows: SampleRows) -> tuple[Int64s, Int64s, NDArray[np.int16]]:
-        """Return the samples and tokens [K] whose table entries count tokens at or after the
-        sample's position, and what these entries would be without them."""
-        pairs: list[tuple[int, int, int]] = []
-        for sample in np.flatnonzero(rows.num_newer).tolist():
-            num_prompt, position = (
-                self._num_prompt[rows.slots_np[sample]],
-                rows.positions_np[sample],
-            )
-            if num_prompt == _WITHOUT:
-                continue
-            tokens, num_prompt = rows.given[sample], min(num_prompt, position)
-            for token in np.unique(tokens[position:]).tolist():
-                count = int(np.count_nonzero(tokens[num_prompt:position] == token))
-                value = min(count, MAX_TOKEN_COUNT)
-                if (tokens[:num_prompt] == token).any():
-                    value += _IN_PROMPT
-                pairs.append((sample, token, value))
-        samples, token_ids, values = np.array(pairs, np.int64).reshape(-1, 3).T
-        return samples.copy(), token_ids.copy(), values.astype(np.int16)
+    def _tables_at(self, rows: SampleRows, samples: Int64s, logits: Tensor) -> Tensor:
+        """Return what the rows' tables would be if their tokens ended before each of these samples,
+        int16 [n, V]. Those of a row are at neighboring positions."""
+        shape = (samples.size, logits.shape[1])
+        slots = rows.slots_np[samples]
+        firsts = np.flatnonzero(np.diff(slots, prepend=-1))
+        ends = np.append(firsts[1:], samples.size)
+        places, weights = [], []
+        for first, end in zip(firsts.tolist(), ends.tolist(), strict=True):
+            position = int(rows.positions_np[samples[first]])
+            tokens = rows.given[samples[first]][: position + end - first - 1].astype(np.int64)
+            order = np.arange(tokens.size)
+            # A sample counts the tokens before its row's first sample here, or the one before it;
+            # then the counts of all samples before it are added.
+            places.append((first + np.maximum(0, order - position + 1)) * shape[1] + tokens)
+            weights.append(np.where(order < self._num_prompt[slots[first]], _ONE_IN_PROMPT, 1))
+        counts = torch.zeros(shape, dtype=torch.int64, device=logits.device)
+        counts.view(-1).index_add_(
+            0,
+            upload(np.concatenate(places), logits.device),
+            upload(np.concatenate(weights), logits.device),
+        )
+        for first, end in zip(firsts.tolist(), ends.tolist(), strict=True):
+            counts[first:end] = counts[first:end].cumsum(0)
+        generated = (counts & (_ONE_IN_PROMPT - 1)).clamp_(max=MAX_TOKEN_COUNT)
+        return (generated + _IN_PROMPT * (counts >= _ONE_IN_PROMPT)).to(torch.int16)
 
     def launch_sampling(self, logits: Tensor, rows: SampleRows) -> None:
         column = rows.positions.long()
@@ -140,8 +152,10 @@ class PenaltiesPart(StepPart):
 
     @staticmethod
     def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
-        """Count a copy of the logits. Kernels need no memory for drafts."""
-        return num_rows * vocab_size * _FLOAT32
+        """Count a copy of the logits, and the tables of earlier positions. Kernels need no memory
+        for drafts."""
+        num_entries = min(num_rows * vocab_size, max(vocab_size, _MAX_ENTRIES))
+        return num_rows * vocab_size * _FLOAT32 + num_entries * _ENTRY_BYTES
 
 
 def _most_before(drafted: Drafted) -> int:

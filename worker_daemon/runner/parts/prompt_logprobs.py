@@ -5,8 +5,8 @@ The logits of a chunk are computed a few positions at a time, at most as many as
 So they take no more memory than the memory profile has measured.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -18,27 +18,16 @@ from rpc_schema.sampling import (
     PromptLogprobsWanted,
 )
 from rpc_schema.step import NewRequestData
-from worker_daemon.contracts.arrays import Int32s, Int64s
+from worker_daemon.contracts.arrays import Int32s
 from worker_daemon.device.pinned import upload
-from worker_daemon.runner.parts.interface import ComputeLogits, PartContext, Report, StepPart
+from worker_daemon.runner.parts.interface import PartContext, PositionLogits, Report, StepPart
+from worker_daemon.runner.parts.token_spans import spans_of
 from worker_daemon.runner.scheduled_step import ScheduledStep, StepLimits, invalid
 from worker_daemon.sample.logprobs import gather_logprobs
 
 _MAX_LOGITS: Final = 1 << 25
 """Bound on the logits that are computed at a time."""
 _NO_TOKENS: Final = np.zeros(0, np.int32)
-
-
-class _PromptSpan(NamedTuple):
-    """The positions of a request that a step reports."""
-
-    slot: int
-    first: int
-    """Position in the prompt of the first reported token."""
-    tokens: Int64s
-    """Indices into the step's tokens. The logits of each predict the token after it."""
-    targets: Int32s
-    """The prompt's tokens that are reported."""
 
 
 class PromptLogprobsPart(StepPart):
@@ -54,6 +43,7 @@ class PromptLogprobsPart(StepPart):
         self._req_ids = [""] * num_rows
         self._prompts: list[Int32s] = [_NO_TOKENS] * num_rows
         """Each row's prompt; empty if its request wants no log probabilities of it."""
+        self._firsts = [1] * num_rows
         self._widths = np.zeros(num_rows, np.int32)
         vocab_size = context.limits.vocab_size
         self._piece = max(1, min(context.limits.max_num_seqs, _MAX_LOGITS // vocab_size))
@@ -86,9 +76,9 @@ class PromptLogprobsPart(StepPart):
             self._widths[request.slot] = 0 if wanted is None else wanted.count
 
     def report_forward(
-        self, hidden: Tensor, step: ScheduledStep, compute_logits: ComputeLogits
+        self, hidden: Tensor, step: ScheduledStep, positions: PositionLogits
     ) -> Report | None:
-        chunks = list(self._chunks(step))
+        chunks = list(spans_of(step, self._prompts, self._firsts))
         if not chunks:
             return None
         slots, firsts, tokens, targets = zip(*chunks, strict=True)
@@ -96,7 +86,7 @@ class PromptLogprobsPart(StepPart):
         places = torch.split(upload(np.concatenate(tokens), device), self._piece)
         wanted = torch.split(upload(np.concatenate(targets).astype(np.int64), device), self._piece)
         found = [
-            gather_logprobs(compute_logits(hidden[own]).float(), each, width)
+            gather_logprobs(positions.compute(hidden[own]).float(), each, width)
             for own, each in zip(places, wanted, strict=True)
         ]
         spans = np.array([firsts, list(map(len, targets))], "<i4").T
@@ -111,19 +101,3 @@ class PromptLogprobsPart(StepPart):
             torch.cat([each.ranks for each in found]),
         )
         return Report(extension, columns, per_row=False)
-
-    def _chunks(self, step: ScheduledStep) -> Iterator[_PromptSpan]:
-        ends = np.cumsum(step.num_tokens)
-        for slot, start, count, end in zip(
-            step.slots.tolist(),
-            step.starts.tolist(),
-            step.num_tokens.tolist(),
-            ends.tolist(),
-            strict=True,
-        ):
-            prompt = self._prompts[slot]
-            number = min(start + count, prompt.size - 1) - start
-            if number > 0:
-                tokens = end - count + np.arange(number)
-                targets = prompt[start + 1 : start + 1 + number]
-                yield _PromptSpan(slot, start + 1, tokens, targets)

@@ -76,8 +76,10 @@ class RandomSamplingPart(StepPart):
     def choose(self, logits: Tensor, rows: SampleRows) -> Tensor:
         return self._sampling.tokens(logits, self.metadata(rows))
 
-    def logprobs(self, logits: Tensor, token_ids: Tensor, rows: SampleRows) -> Tensor:
-        return drawn_logprobs(logits, token_ids, self.metadata(rows))
+    def logprobs(
+        self, logits: Tensor, token_ids: Tensor, rows: SampleRows, *, are_drawn: bool
+    ) -> Tensor:
+        return drawn_logprobs(logits, token_ids, self.metadata(rows), are_drawn=are_drawn)
 
     def launch_sampling(self, logits: Tensor, rows: SampleRows) -> None:
         self.choose_any(logits, rows.slots, rows.positions)

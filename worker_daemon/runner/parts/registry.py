@@ -33,6 +33,7 @@ from worker_daemon.runner.parts.random_sampling import RandomSamplingPart
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.parts.stop_tokens import StopTokensPart
 from worker_daemon.runner.parts.token_logprobs import TokenLogprobsPart
+from worker_daemon.runner.parts.trace_logprobs import TraceLogprobsPart
 from worker_daemon.runner.scheduled_step import StepLimits
 
 PARTS: Final[tuple[type[StepPart], ...]] = (
@@ -43,6 +44,7 @@ PARTS: Final[tuple[type[StepPart], ...]] = (
     TokenLogprobsPart,
     LogprobTokensPart,
     PromptLogprobsPart,
+    TraceLogprobsPart,
     AllowedTokensPart,
     BadWordsPart,
     LogitBiasPart,

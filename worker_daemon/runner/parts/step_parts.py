@@ -20,9 +20,9 @@ from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.drafting.interface import Gained
 from worker_daemon.runner.parts.interface import (
     Chosen,
-    ComputeLogits,
     PartContext,
     Per,
+    PositionLogits,
     Report,
     StepPart,
     TokenChooser,
@@ -267,13 +267,13 @@ class StepParts:
         return hidden
 
     def report_forward(
-        self, hidden: Tensor, step: ScheduledStep, compute_logits: ComputeLogits
+        self, hidden: Tensor, step: ScheduledStep, positions: PositionLogits
     ) -> tuple[Report, ...]:
         """Return what the reply reports about a step's forward pass."""
         has = int(np.bitwise_or.reduce(self._has[step.slots], initial=0))
         has &= self._reporting_forward
         own = (m.part for m in self._members if m.bit & has)
-        found = (part.report_forward(hidden, step, compute_logits) for part in own)
+        found = (part.report_forward(hidden, step, positions) for part in own)
         return tuple(report for report in found if report is not None)
 
     # Pooling.
@@ -308,6 +308,15 @@ class StepParts:
             refused = self._refuse(gained, own)
             self._gain(gained, refused, own)
         return SamplerOutput(token_ids, made, refused)
+
+    def replay(self, logits: Tensor, token_ids: Tensor, rows: SampleRows) -> Chosen:
+        """See PositionLogits. Steps' values are not known any more."""
+        used = self.used_by(rows.slots_np)
+        rows = rows._replace(used=used)
+        for bit, part in self._members:
+            if used & bit:
+                logits = part.adjust_logits(logits, rows, None)
+        return Chosen(token_ids, logits, self.chooser, are_drawn=False)
 
     def follow(self, token_ids: Tensor, rows: SampleRows) -> None:
         """Tell the parts which samples of a step with drafts its rows gain: token_ids int64 [R],
