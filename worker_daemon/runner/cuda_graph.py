@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from worker_daemon.drafting.interface import Replay
-from worker_daemon.runner.graph_recorder import GraphRecorder, Recorded
+from worker_daemon.runner.graph_recorder import GraphRecorder, RecordedGraph
 from worker_daemon.runner.input_batch import StepInputs
 from worker_daemon.runner.model_runner import ModelRunner
 from worker_daemon.runner.proposal_graphs import Proposals
@@ -166,7 +166,7 @@ class GraphedProgram:
         previous stage's output; [0, H] on the first stage."""
         self._eager = eager
         self._arrived = arrived
-        self._graphs: dict[StepPlan, Recorded[StageOutput]] = {}
+        self._graphs: dict[StepPlan, RecordedGraph[StageOutput]] = {}
         self._recorder = recorder
 
     def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:

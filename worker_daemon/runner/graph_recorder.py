@@ -9,7 +9,7 @@ import torch
 _Output = TypeVar("_Output")
 
 
-class Recorded(NamedTuple, Generic[_Output]):
+class RecordedGraph(NamedTuple, Generic[_Output]):
     """A graph, and what the launches in it return: tensors in the pool, at addresses of their own,
     which each replay overwrites."""
 
@@ -28,7 +28,7 @@ class GraphRecorder:
 
     def record(
         self, launch: Callable[[], _Output], error_mode: str = "thread_local"
-    ) -> Recorded[_Output]:
+    ) -> RecordedGraph[_Output]:
         """Capture the launches as torch.cuda.graph does, without collecting garbage each time.
         error_mode: "relaxed" lets libraries load kernels at their first use, inside the capture."""
         graph = torch.cuda.CUDAGraph()
@@ -43,4 +43,4 @@ class GraphRecorder:
                     graph.capture_end()
                 raise
             graph.capture_end()
-        return Recorded(graph, output)
+        return RecordedGraph(graph, output)

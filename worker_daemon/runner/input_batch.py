@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rpc_schema.step import NO_TOKEN
 from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
 from worker_daemon.contracts.attention import AttentionMetadata
-from worker_daemon.drafting.interface import Drafter
+from worker_daemon.drafting.interface import Drafter, Gained
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.row_tables import TOKEN_ON_DEVICE, Gathered, RowTables
 from worker_daemon.runner.sample_rows import BY_LOGITS, SampleRows, Unsampled
@@ -229,6 +230,25 @@ class InputBuilder:
         self.tables.drafts.zero_()
         if self.drafter is not None:
             self.drafter.restart()
+
+    def launch_drafting(self) -> None:
+        """Launch the kernels that verify drafts, and those of a drafter that is no model, inside
+        compiling_ahead, where launches only request their kernels."""
+        most, device = self._state.limits.max_drafts, self.tables.device
+        if not most:
+            return
+        row, spare = torch.zeros(1, dtype=torch.int32, device=device), self._state.spare_slot
+        token_ids = torch.full((1, 1 + most), NO_TOKEN, dtype=torch.int64, device=device)
+        self.tables.verify(
+            token_ids[0], token_ids[0], torch.cat((row, row + 1 + most)), row + spare
+        )
+        drafter = self.drafter
+        if drafter is None or drafter.follower is not None:
+            return
+        drafter.begin([spare], [np.zeros(1, np.int32)])
+        for columns in (1, 1 + most):  # after a step without drafts, and with some
+            drafter.propose(Gained(row + spare, token_ids[:, :columns].contiguous(), row))
+        self.restart_drafts()
 
     def padding(self, plan: StepPlan) -> StepInputs:
         """Return inputs that consist only of padding, for warm-up and capture."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rpc_schema.step import NO_TOKEN
 from worker_daemon.drafting.interface import Gained, Replay, RowEnds, StepFollower
-from worker_daemon.runner.graph_recorder import GraphRecorder, Recorded
+from worker_daemon.runner.graph_recorder import GraphRecorder, RecordedGraph
 from worker_daemon.runner.parts.interface import TokenChooser
 from worker_daemon.runner.step_layout import ProposalLadder, ProposalPlan
 
@@ -60,7 +60,7 @@ class ProposalInputs:
         assert gained.ends is not None, "of a draft model"
         count = gained.rows.shape[0]
         self._rows[:count].copy_(gained.rows)
-        self._token_ids[:count].copy_(gained.token_ids)
+        self._token_ids[:count, : gained.token_ids.shape[1]].copy_(gained.token_ids)
         self._counts[:count].copy_(gained.counts)
         self._counts[count : plan.num_seqs].zero_()
         self._positions[:count].copy_(gained.ends.positions)
@@ -72,9 +72,9 @@ class GraphedProposals:
     def __init__(self, ladder: ProposalLadder, inputs: ProposalInputs) -> None:
         self._ladder = ladder
         self._inputs = inputs
-        self._graphs: dict[ProposalPlan, Recorded[Tensor]] = {}
+        self._graphs: dict[ProposalPlan, RecordedGraph[Tensor]] = {}
 
-    def add(self, plan: ProposalPlan, recorded: Recorded[Tensor]) -> None:
+    def add(self, plan: ProposalPlan, recorded: RecordedGraph[Tensor]) -> None:
         """Replay the graph of a plan from now on."""
         self._graphs[plan] = recorded
 

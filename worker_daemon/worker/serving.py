@@ -189,6 +189,7 @@ class Serving:
                 # blocks does not limit them, since nothing runs.
                 self._launch_layers(subset, replace(limits, num_blocks=limits.max_num_seqs + 1))
             subset.launch_sampling(limits.max_num_samples)
+            self.runner.inputs.launch_drafting()
             self._step_graphs().launch(self.runner)
         return not batch.has_failed
 

@@ -10,23 +10,28 @@ import torch
 from row_steps import request_state
 from tensor_attention import TensorAttention
 
+from rpc_schema.config import SpeculativeConfig
 from rpc_schema.sampling import RandomSampling
 from rpc_schema.step import NO_TOKEN, NewRequestData
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.drafting.interface import Gained, RowEnds
 from worker_daemon.drafting.model import ModelDrafter
+from worker_daemon.drafting.registry import make_drafter
 from worker_daemon.drafting.row_texts import DraftLimits
+from worker_daemon.drafting.torch_text import TorchTextKernels
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import build_stage
-from worker_daemon.runner.graph_recorder import Recorded
+from worker_daemon.runner.graph_recorder import RecordedGraph
+from worker_daemon.runner.input_batch import InputBuilder
 from worker_daemon.runner.kv_cache import LayerKV
 from worker_daemon.runner.proposal_graphs import DraftModelProposals, ProposalInputs
 from worker_daemon.runner.row_tables import RowTables, TorchRowKernels
 from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.stage_program import EagerProgram
-from worker_daemon.runner.step_layout import ProposalLadder, proposal_sizes
+from worker_daemon.runner.staging import HostStaging
+from worker_daemon.runner.step_layout import ExactShapes, ProposalLadder, proposal_sizes
 
 CPU = torch.device("cpu")
 ROWS, LONGEST, VOCAB, BLOCK, DRAFTS = 11, 40, 64, 4, 3
@@ -65,7 +70,7 @@ class FakeRecorder:
     def record(self, launch, error_mode="thread_local"):
         output = launch()
         self.graphs.append(FakeGraph(launch, output))
-        return Recorded(self.graphs[-1], output)
+        return RecordedGraph(self.graphs[-1], output)
 
     @property
     def num_replays(self):
@@ -130,13 +135,14 @@ class Sides:
         self.chooser.admit(requests, drawn)
 
     def gained(self):
-        """What random rows gain; some of them nothing."""
+        """What random rows gain, in a step with or without drafts; some of them nothing."""
         rng, count = self.rng, int(self.rng.integers(1, ROWS + 1))
+        columns = int(rng.choice([1, 1 + DRAFTS]))
         slots = np.sort(rng.permutation(ROWS)[:count])
         rows = torch.from_numpy(slots.astype(np.int32))
-        counts = torch.from_numpy(rng.integers(0, 2 + DRAFTS, count, dtype=np.int32))
-        token_ids = torch.from_numpy(rng.integers(0, VOCAB, (count, 1 + DRAFTS)))
-        is_gained = torch.arange(1 + DRAFTS) < counts.unsqueeze(1)
+        counts = torch.from_numpy(rng.integers(0, 1 + columns, count, dtype=np.int32))
+        token_ids = torch.from_numpy(rng.integers(0, VOCAB, (count, columns)))
+        is_gained = torch.arange(columns) < counts.unsqueeze(1)
         token_ids = torch.where(is_gained, token_ids, NO_TOKEN)
         most = int(rng.choice([3, 10, LONGEST]))
         positions = torch.from_numpy(rng.integers(0, most, count, dtype=np.int32))
@@ -210,6 +216,46 @@ def test_kernels_of_the_draft_model_are_launched_ahead(tmp_path):
     assert len(sides.recorder.graphs) == len(ladder.plans)
     assert sides.recorder.num_replays == 0
     assert torch.equal(pages[2], before)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_kernels_of_other_drafters_are_launched_ahead(method):
+    """For gains of steps with drafts and without; nothing is left of the rows."""
+    limits = StepLimits(ROWS, 64, LONGEST, VOCAB, BLOCK, 200, max_drafts=DRAFTS)
+    state, tables = request_state(limits), RowTables(limits, CPU, TorchRowKernels())
+    config = SpeculativeConfig(method=method, num_speculative_tokens=DRAFTS)
+    kernels = NotedKernels()
+    drafter = make_drafter(config, ROWS, LONGEST, CPU, kernels)
+    inputs = InputBuilder(state, tables, HostStaging(), ExactShapes(), drafter)
+    inputs.launch_drafting()
+    search = {"ngram": "continue_texts", "suffix": "vote"}[method]
+    assert kernels.launched >= {("append", 1), ("append", 1 + DRAFTS), ("place", None)}
+    assert (search, None) in kernels.launched
+    assert (("keep", 1 + DRAFTS) in kernels.launched) == (method == "suffix")
+    fresh = make_drafter(config, ROWS, LONGEST, CPU, TorchTextKernels())
+    rows = torch.tensor([0, ROWS], dtype=torch.int32)
+    tokens = torch.tensor([[1], [2]])
+    gained = Gained(rows, tokens, torch.ones_like(rows))
+    assert torch.equal(drafter.propose(gained), fresh.propose(gained))
+
+
+class NotedKernels(TorchTextKernels):
+    """Notes which kernels are launched, and for gains of how many columns."""
+
+    def __init__(self):
+        self.launched = set()
+
+    def __getattribute__(self, name):
+        found = super().__getattribute__(name)
+        if name not in ("place", "append", "continue_texts", "keep", "vote"):
+            return found
+
+        def launch(*args):
+            columns = args[2].shape[1] if name in ("append", "keep") else None
+            self.launched.add((name, columns))
+            return found(*args)
+
+        return launch
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 7, 8, 130, 512, 700])
