@@ -26,6 +26,7 @@ class ProposalInputs:
     def __init__(
         self, num_rows: int, num_drafts: int, chooser: TokenChooser, device: torch.device
     ) -> None:
+        """num_rows: of the largest plan; num_drafts: K."""
         self._chooser = chooser
         self._rows = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._token_ids = torch.full(
