@@ -65,16 +65,8 @@ def warm_up_steps(
 
     Each prefill frees the previous one's rows; the caller frees the last ones.
     """
-    num_seqs = min(limits.max_num_seqs, 8, limits.num_blocks - 1)
-    length = max(
-        1,
-        min(
-            limits.block_size - 1,
-            limits.max_model_len - 1,
-            limits.max_num_batched_tokens // num_seqs,
-        ),
-    )
-    has_decode = limits.generates and length < min(limits.block_size, limits.max_model_len)
+    num_seqs, length = _warm_up_size(limits)
+    has_decode = _has_decode(limits, length)
 
     def prefill(extensions: tuple[RequestExtension, ...]) -> SyntheticStep:
         return prefill_step(request, limits, [length] * num_seqs, extensions)
@@ -93,6 +85,28 @@ def warm_up_steps(
             yield with_all_parts(with_most_samples(prefill(heaviest), limits), limits)
         if _may_have_drafts(limits):
             yield with_all_drafts(prefill(least), limits)
+
+
+def _warm_up_size(limits: StepLimits) -> tuple[int, int]:
+    """Return the number of requests in warm_up_steps, and the length of their prompts."""
+    num_seqs = min(limits.max_num_seqs, 8, limits.num_blocks - 1)
+    most = min(
+        limits.block_size - 1, limits.max_model_len - 1, limits.max_num_batched_tokens // num_seqs
+    )
+    return num_seqs, max(1, most)
+
+
+def _has_decode(limits: StepLimits, length: int) -> bool:
+    """Return True if the prompts of warm_up_steps have room for a token more."""
+    return limits.generates and length < min(limits.block_size, limits.max_model_len)
+
+
+def warm_up_lengths(limits: StepLimits) -> Iterator[StepLengths]:
+    """Yield the lengths of warm_up_steps."""
+    num_seqs, length = _warm_up_size(limits)
+    yield [length] * num_seqs, [length] * num_seqs
+    if _has_decode(limits, length):
+        yield [length + 1] * num_seqs, [1] * num_seqs
 
 
 def with_all_parts(step: SyntheticStep, limits: StepLimits) -> SyntheticStep:
@@ -186,6 +200,12 @@ def size_lengths(limits: StepLimits) -> Iterator[StepLengths]:
             if most_seqs > 1 and total > _SHARED_LENGTH + 1:
                 lengths, counts = [2, *lengths], [1, total - 1]
             yield lengths, counts
+
+
+def proposal_lengths(limits: StepLimits) -> Iterator[StepLengths]:
+    """Yield the decodes of a draft model after the steps of size_lengths."""
+    for lengths, _ in size_lengths(limits):
+        yield [min(n + 1, limits.max_model_len) for n in lengths], [1] * len(lengths)
 
 
 def decode_lengths(limits: StepLimits) -> Iterator[StepLengths]:

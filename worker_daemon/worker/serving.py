@@ -36,8 +36,10 @@ from worker_daemon.runner.warmup import (
     decode_sweep,
     largest_step,
     longest_step,
+    proposal_lengths,
     size_lengths,
     size_sweep,
+    warm_up_lengths,
     warm_up_steps,
 )
 from worker_daemon.worker.loading import LoadedModel
@@ -194,9 +196,16 @@ class Serving:
         return not batch.has_failed
 
     def _launch_layers(self, program: EagerProgram, limits: StepLimits) -> None:
-        """Launch the layers of the steps that warm_up runs through compile_subset."""
-        sweep = decode_lengths(limits) if self._enforce_eager else ()
-        for lengths, counts in itertools.chain(size_lengths(limits), sweep):
+        """Launch the layers of the steps that warm_up runs before there are graphs."""
+        drafter = self.runner.inputs.drafter
+        has_follower = drafter is not None and drafter.follower is not None
+        steps = itertools.chain(
+            size_lengths(limits),
+            decode_lengths(limits) if self._enforce_eager else (),
+            proposal_lengths(limits) if has_follower else (),
+            warm_up_lengths(limits),
+        )
+        for lengths, counts in steps:
             hidden = torch.empty(
                 (sum(counts), self._parts.hidden_size),
                 dtype=self._parts.dtype,

@@ -9,7 +9,15 @@ from rpc_schema.lifecycle import CompileOrWarmUpModel, DetermineAvailableMemory
 from worker_client.requests import SamplingParams
 from worker_daemon.kernels.tiles import DeviceLimits, choose_num_splits, decode_tile, run_at_once
 from worker_daemon.runner.scheduled_step import StepLimits
-from worker_daemon.runner.warmup import decode_sweep, largest_step, size_sweep, warm_up_steps
+from worker_daemon.runner.warmup import (
+    decode_sweep,
+    largest_step,
+    proposal_lengths,
+    size_lengths,
+    size_sweep,
+    warm_up_lengths,
+    warm_up_steps,
+)
 
 TINY = [
     StepLimits(1, 1, 1, 1, 1, 2),
@@ -55,6 +63,28 @@ def test_warm_up_steps_are_valid_within_any_limits():
         kinds = {SamplingParams.of(new.extensions).temperature for new in admitting}
         assert kinds == {0.0, 1.0}
         assert not state.has_failed
+
+
+def test_kernels_are_requested_for_the_lengths_that_warm_up_runs():
+    request = CompileOrWarmUpModel(epoch=3, link=2, seq=9)
+    for limits in ALL_LIMITS:
+        state = request_state(limits)
+        ran = {
+            (tuple(step.ends.tolist()), tuple(step.num_tokens.tolist()))
+            for each in warm_up_steps(request, limits, state.parts.heaviest)
+            for step in [state.apply(each.message, each.arrays)]
+        }
+        requested = {(tuple(ends), tuple(counts)) for ends, counts in warm_up_lengths(limits)}
+        assert requested == ran
+
+
+def test_kernels_of_a_draft_model_are_requested_for_decodes_after_the_sweep():
+    limits = StepLimits(64, 512, 200, 5, 16, 400)
+    decodes = list(proposal_lengths(limits))
+    assert len(decodes) == len(list(size_lengths(limits)))
+    for (lengths, _), (ends, counts) in zip(size_lengths(limits), decodes, strict=True):
+        assert counts == [1] * len(lengths)
+        assert ends == [min(length + 1, 200) for length in lengths]
 
 
 def test_warm_up_decodes_where_a_second_token_fits():
