@@ -57,7 +57,7 @@ class ModelDrafter:
     def begin(self, slots: Sequence[int], tokens: Sequence[Int32s]) -> None:
         """See Drafter. The step that admits a request computes its tokens here, too (`follow`)."""
         rows = upload(np.array(slots, np.int64), self._block_table.device)
-        self._block_table[rows] = 0
+        self._block_table.index_fill_(0, rows, 0)
 
     def forget(self) -> None:
         """See Drafter: nothing is kept but the KV cache."""
