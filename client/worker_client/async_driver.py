@@ -17,7 +17,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -424,8 +424,11 @@ class _DriverLoop:
             self._reporting.discard(sample)
 
     def _step(self, driver: Driver) -> list[_Update]:
-        """Run a step, if there is one; return the updates of its requests."""
+        """Run a step, if there is one; return the updates of its requests. First tokens precede all
+        others: the event loop takes updates in this order, and those who wait for a first token
+        have waited longest."""
         updates, self._refused = self._refused, []
+        later: list[_Update] = []
         if not driver.busy:
             return updates
         try:
@@ -441,14 +444,16 @@ class _DriverLoop:
                 first, name = self._num_reported.pop(output.req_id), stream.names[output.req_id]
                 named = replace(output, req_id=name)
                 reports = self._last_reports(output, first) if self._reporting else None
-                tokens = output.token_ids[first:]
-                updates.append((stream, RequestProgress(name, tokens, named, reports)))
+                progress = RequestProgress(name, output.token_ids[first:], named, reports)
+                (later if first else updates).append((stream, progress))
         if isinstance(driver.scheduler, StreamingScheduler):
-            updates += self._new_tokens(driver.scheduler)
-        return updates
+            self._take_new_tokens(driver.scheduler, updates, later)
+        return updates + later
 
-    def _new_tokens(self, scheduler: StreamingScheduler) -> Iterator[_Update]:
-        """Yield the tokens of unfinished requests that were not reported yet."""
+    def _take_new_tokens(
+        self, scheduler: StreamingScheduler, first_ones: list[_Update], later: list[_Update]
+    ) -> None:
+        """Add the tokens of unfinished requests that were not reported yet."""
         is_asked = bool(self._reporting)
         reporter = scheduler if is_asked and isinstance(scheduler, ReportingScheduler) else None
         for sample, first in self._num_reported.items():
@@ -458,7 +463,8 @@ class _DriverLoop:
                 stream, reports = self._streams[sample], None
                 if reporter is not None and sample in self._reporting:
                     reports = _from_first(reporter.generated_reports(sample, first), first)
-                yield stream, RequestProgress(stream.names[sample], tokens, None, reports)
+                progress = RequestProgress(stream.names[sample], tokens, None, reports)
+                (later if first else first_ones).append((stream, progress))
 
     def _last_reports(self, output: RequestOutput, first: int) -> Reports | None:
         """Return what a sample that has ended reports on its tokens from number `first` on."""

@@ -5,6 +5,7 @@ import asyncio
 import base64
 import json
 import re
+import threading
 
 import jsonschema
 import numpy as np
@@ -23,6 +24,8 @@ from tests.support.pooling_reference import write_tokenizer
 from tests.support.service_app import service_app
 from tests.support.serving import worker_config
 from tests.support.trained_model import call_text, chat, train_model
+from tests.support.waiting import PATIENCE_S
+from worker_client.service.engine import MAX_MAKING
 
 HELLO, COUNT, OSLO, BOTH = "Say hello.", "Count to ten.", "Weather in Oslo?", "Oslo and Rome?"
 BROKEN = "Weather?"
@@ -441,6 +444,23 @@ def test_a_template_that_takes_too_long_holds_up_nobody(service):
     assert (served.status_code, refused.status_code) == (200, 400)
     assert refused.json()["error"]["param"] == "messages"
     assert not was_done
+
+
+def test_prompts_of_token_ids_wait_for_no_text(service):
+    go_on = threading.Event()
+
+    async def main(client):
+        held = [service.context.engine.on_thread(go_on.wait) for _ in range(MAX_MAKING)]
+        texts = asyncio.gather(*held)
+        await asyncio.sleep(0)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                return await client.post("/v1/completions", json={"prompt": [[1, 2], [3]]})
+        finally:
+            go_on.set()
+            await texts
+
+    assert service.run(main).status_code == 200
 
 
 def test_tokens_and_back(service, model):

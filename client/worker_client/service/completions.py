@@ -37,6 +37,10 @@ _REFUSED: Final = {
     "suffix": ("text is continued, not filled in", "leave it out"),
     "prompt_logprobs": ("answers have no place for them", "use echo and logprobs"),
 }
+MAX_TOKENS_AT_ONCE: Final = 16_384
+"""Token ids of prompts that are made into requests on the event loop."""
+SLOW_OPTIONS: Final = frozenset(("bad_words", "structured_outputs"))
+"""Options with texts that are encoded, or with a grammar."""
 Count = Annotated[int, Meta(ge=0)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
@@ -58,7 +62,10 @@ def completions_router(context: ServiceContext) -> APIRouter:
         asked.check_best_of(options)
         names = {"prompt_logprobs": "logprobs", **(FORMAT_NAMES if asked.has_format else {})}
         with renamed(names):
-            requests = await engine.on_thread(lambda: asked.requests(engine, options, model))
+            if asked.takes_time(options):
+                requests = await engine.on_thread(lambda: asked.requests(engine, options, model))
+            else:
+                requests = asked.requests(engine, options, model)
         form = _Form(requests, asked, engine, texts, model, streaming)
         return await answer(http, context, requests, form, names, stream=streaming.stream)
 
@@ -90,10 +97,17 @@ class _Asked:
             fix = "leave it out, and choose among n answers"
             raise request_error("best_of", self._best_of, "it differs from n", fix)
 
+    def takes_time(self, options: JsonObject) -> bool:
+        """Return True if `requests` encodes texts, or does much else. Otherwise it takes less time
+        than waking a thread."""
+        if not SLOW_OPTIONS.isdisjoint(options) or any(isinstance(p, str) for p in self.prompts):
+            return True
+        return sum(map(len, self.prompts)) > MAX_TOKENS_AT_ONCE
+
     def requests(
         self, engine: Engine, options: JsonObject, model: Model
     ) -> list[GenerationRequest]:
-        """Return a request for each prompt; on a thread."""
+        """Return a request for each prompt; on a thread if that takes time."""
         if self.max_tokens is not None:
             options = {**options, "max_tokens": self.max_tokens or 1}
         if self.num_logprobs is not None:

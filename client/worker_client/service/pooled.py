@@ -96,7 +96,8 @@ class Pooling:
             ClientDisconnect: the client has left.
         """
         http.state.ticket.take(min(self._at_once, len(inputs)))
-        return await unless_client_leaves(http, self._all(inputs))
+        async with unless_client_leaves(http.receive):
+            return await self._all(inputs)
 
     async def _all(self, inputs: Sequence[PooledInput]) -> Pooled:
         values: list[NDArray[np.float32]] = []

@@ -3,8 +3,8 @@ client that leaves, or does not read, ends its requests; it holds up nobody else
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -27,7 +27,6 @@ _HEADERS: Final = [
     (b"x-accel-buffering", b"no"),
 ]
 
-T = TypeVar("T")
 JsonObject = dict[str, Any]
 
 
@@ -116,16 +115,12 @@ async def answer(
     `renamed`. Raises HttpError: there is no room for so many samples."""
     http.state.ticket.take(len(requests) * requests[0].sampling.n)
     parts = context.engine.parts(requests)
+    if stream:
+        events = _events(parts, form, names)
+        return EventStream(events, context.settings.write_s, source=parts)
     with renamed(names):
-        if not stream:
-            return await unless_client_leaves(http, _whole(parts, form))
-        # The driver refuses a request before its first token: the status is still open until then.
-        try:
-            first = await unless_client_leaves(http, anext(parts))
-        except BaseException:
-            await parts.aclose()
-            raise
-    return EventStream(_events(first, parts, form), context.settings.write_s, source=parts)
+        async with unless_client_leaves(http.receive):
+            return await _whole(parts, form)
 
 
 async def _whole(parts: AsyncGenerator[ChoicePart, None], form: AnswerForm) -> Response:
@@ -136,13 +131,14 @@ async def _whole(parts: AsyncGenerator[ChoicePart, None], form: AnswerForm) -> R
 
 
 async def _events(
-    first: ChoicePart, parts: AsyncGenerator[ChoicePart, None], form: AnswerForm
+    parts: AsyncGenerator[ChoicePart, None], form: AnswerForm, names: Mapping[str, str]
 ) -> AsyncGenerator[bytes, None]:
     """Yield server-sent events: chunks, those of a part together, an error if there is one, and
-    the end."""
+    the end. What the driver refuses is raised: it does so before the first part."""
     made: list[bytes] = []
-    part: ChoicePart | None = first
     async with contextlib.aclosing(parts):
+        with renamed(names):
+            part: ChoicePart | None = await anext(parts)
         try:
             while part is not None:
                 for chunk in form.chunks(part):
@@ -163,7 +159,8 @@ def event(value: JsonObject) -> bytes:
 
 class EventStream(Response):
     """A response whose body is server-sent events, from an asynchronous generator that it closes.
-    A client that leaves, or takes nothing for write_s, ends it."""
+    A client that leaves, or takes nothing for write_s, ends it. Until the first event is there the
+    status is open: what the generator raises before is the answer's error."""
 
     def __init__(
         self,
@@ -180,33 +177,36 @@ class EventStream(Response):
         self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events (ASGI)."""
-        state = scope["state"]
-        # A connection that is aborted is one that the client has left.
-        watch = _WriteWatch(self._write_s, state["abort"]) if "abort" in state else None
-        writing = asyncio.ensure_future(self._write(send, watch))
-        leaving = asyncio.ensure_future(_disconnect(receive))
+        """Send the events (ASGI). Raises ClientDisconnect: the client has left before the first."""
+        has_begun = False
         try:
-            await asyncio.wait((writing, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if writing.done():
-                writing.result()
+            async with unless_client_leaves(receive):
+                first = await anext(self._events)
+                has_begun = True
+                await self._write(first, scope, send)
+        except ClientDisconnect:
+            if not has_begun:
+                raise
         finally:
-            if watch is not None:
-                watch.close()
-            for task in (writing, leaving):
-                task.cancel()
-            await asyncio.gather(writing, leaving, return_exceptions=True)
             await self._events.aclose()
             if self._source is not None:
                 await self._source.aclose()
 
-    async def _write(self, send: Send, watch: "_WriteWatch | None") -> None:
+    async def _write(self, first: bytes, scope: Scope, send: Send) -> None:
+        state = scope["state"]
+        # A connection that is aborted is one that the client has left.
+        watch = _WriteWatch(self._write_s, state["abort"]) if "abort" in state else None
         timed = send if watch is None else watch.timed(send)
-        await timed({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        async for body in self._events:
-            if body:
-                await timed({"type": "http.response.body", "body": body, "more_body": True})
-        await timed({"type": "http.response.body", "body": b"", "more_body": False})
+        try:
+            await timed({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await timed({"type": "http.response.body", "body": first, "more_body": True})
+            async for body in self._events:
+                if body:
+                    await timed({"type": "http.response.body", "body": body, "more_body": True})
+            await timed({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            if watch is not None:
+                watch.close()
 
 
 class _WriteWatch:
@@ -245,22 +245,28 @@ class _WriteWatch:
             self._timer = self._loop.call_later(left_s, self._check)
 
 
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+@contextlib.asynccontextmanager
+async def unless_client_leaves(receive: Receive) -> AsyncGenerator[None, None]:
+    """Cancel the present task while it is in here once the client leaves, which aborts its
+    requests, and raise ClientDisconnect instead. It need not be woken by another task to go on."""
+    task = asyncio.current_task()
+    assert task is not None, "endpoints run in tasks"
+    has_left = False
 
+    async def cancel_when_left() -> None:
+        nonlocal has_left
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        has_left = True
+        task.cancel()
 
-async def unless_client_leaves(http: Request, work: Awaitable[T]) -> T:
-    """Return the result of work. If the client leaves, cancel it, which aborts its requests, and
-    raise ClientDisconnect."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnect(http.receive))
+    leaving = asyncio.ensure_future(cancel_when_left())
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
+        yield
+    except asyncio.CancelledError:
+        if has_left and not task.uncancel():
+            raise ClientDisconnect from None
+        raise
     finally:
-        working.cancel()
         leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await asyncio.gather(leaving, return_exceptions=True)
