@@ -179,34 +179,35 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events (ASGI). Raises ClientDisconnect: the client has left before the first."""
         has_begun = False
+        watch = None
         try:
             async with unless_client_leaves(receive):
                 first = await anext(self._events)
                 has_begun = True
-                await self._write(first, scope, send)
+                abort = scope["state"].get("abort")
+                if abort is not None:  # an aborted connection is one that the client has left
+                    watch = _WriteWatch(self._write_s, abort)
+                    send = watch.timed(send)
+                await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                await send({"type": "http.response.body", "body": first, "more_body": True})
+                # A task that is woken goes through all that it has awaited: here twenty functions
+                # of the framework, for each token.
+                await asyncio.create_task(self._write_rest(send))
         except ClientDisconnect:
             if not has_begun:
                 raise
         finally:
+            if watch is not None:
+                watch.close()
             await self._events.aclose()
             if self._source is not None:
                 await self._source.aclose()
 
-    async def _write(self, first: bytes, scope: Scope, send: Send) -> None:
-        state = scope["state"]
-        # A connection that is aborted is one that the client has left.
-        watch = _WriteWatch(self._write_s, state["abort"]) if "abort" in state else None
-        timed = send if watch is None else watch.timed(send)
-        try:
-            await timed({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            await timed({"type": "http.response.body", "body": first, "more_body": True})
-            async for body in self._events:
-                if body:
-                    await timed({"type": "http.response.body", "body": body, "more_body": True})
-            await timed({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            if watch is not None:
-                watch.close()
+    async def _write_rest(self, send: Send) -> None:
+        async for body in self._events:
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class _WriteWatch:
