@@ -663,7 +663,8 @@ async def raw_stream(service, fields):
     head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
     reader, writer = await asyncio.open_connection(*service.address)
     writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    assert b" 200 " in await reader.readline()
+    status = await reader.readline()
+    assert b" 200 " in status, status + await reader.read()
     text, reason, num_events = "", None, 0
     while (line := await reader.readline()) != b"data: [DONE]\n":
         assert line, "the stream was cut off"
@@ -734,7 +735,8 @@ def test_many_streams_at_once(num_streams, num_waves, kept_service, endpoints, m
     for found in waves:
         assert [(text, reason) for text, reason, _ in found] == [*asked(alone)]
         assert sum(number for *_, number in found) > 3 * num_streams, "they were not streamed"
-    server, daemon = sizes[-1] - sizes[-2]
+    # A leak shows in every wave; once, a wave may have more in memory at a time than those before.
+    server, daemon = np.diff(sizes, axis=0).min(axis=0)
     assert server < 4 and daemon < 24, sizes
 
 
