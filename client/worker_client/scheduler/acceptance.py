@@ -36,7 +36,7 @@ class Acceptance:
         self.gains = [1.0] * most
         """Weight of the last outcome in each mean: 1 / number of outcomes at first."""
         self.pays: bool | None = None
-        """Whether drafts are worth their cost, for good; None as long as they never were."""
+        """True if drafts are worth their cost, for good; None as long as they never were."""
         self._gain = gain
         self._in_a_row = 0
 

@@ -263,11 +263,12 @@ async def unless_client_leaves(receive: Receive) -> AsyncGenerator[None, None]:
 
     leaving = asyncio.ensure_future(cancel_when_left())
     try:
-        yield
+        try:
+            yield
+        finally:
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
     except asyncio.CancelledError:
         if has_left and not task.uncancel():
             raise ClientDisconnect from None
         raise
-    finally:
-        leaving.cancel()
-        await asyncio.gather(leaving, return_exceptions=True)
