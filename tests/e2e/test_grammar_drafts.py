@@ -1,5 +1,5 @@
 """Drafts of requests with a grammar, on real daemons: with forced tokens and guesses, right and
-wrong, requests have the same tokens as one by one. Forced ones save a step each."""
+wrong, requests have the same tokens as one by one. Those that are right save a step each."""
 
 import random
 from contextlib import closing
@@ -81,7 +81,7 @@ class Guessing(Scheduler):
                 ]
         return super().schedule()
 
-    def expect_tokens(self, req_id, token_ids):
+    def expect_tokens(self, req_id, token_ids, num_forced):
         """Guess instead."""
 
 
@@ -141,7 +141,7 @@ def test_drafts_change_no_token(serve, model, grammars, sampling, pp, method):
             own = [output for name, output in outputs.items() if name[0] in "ms"]
             assert sum(output.num_accepted for output in own) > 0, (seed, make)
             refused = sum(output.num_drafted - output.num_accepted for output in own)
-            assert (refused > 0) == (make is not None) or method is NGRAM, (seed, make)
+            assert refused > 0 or make is None, (seed, make)
             outputs, _ = serve_all(group, loaded, grammars, lines + crowd, make, **scarce)
             assert ends({name: outputs[name] for name in expected}) == ends(expected), (seed, make)
             assert sum(output.num_preemptions for output in outputs.values()) > 0, (seed, make)
@@ -179,19 +179,23 @@ def test_guesses_for_which_the_mask_process_has_no_room_cost_no_token(
     assert sum(output.num_accepted for output in outputs.values()) > 0, seed
 
 
-def test_forced_tokens_save_a_step_each(serve, model, grammars, sampling):
-    """Also those of a request that may not jump."""
+def test_right_drafts_save_a_step_each(serve, model, grammars, sampling):
+    """Forced tokens, and guesses of what stood in the output before; also those of a request that
+    may not jump."""
     line = {"id": "a", "prompt_token_ids": [5, 6, 7], "max_tokens": 200, "logprobs": 1}
     line["structured_outputs"] = long_names_case().options
     with serve(model.path, 1, reload=True, speculative=DRIVER) as (group, loaded):
-        expected, slow = serve_all(group, loaded, sampling, [line])
-        outputs, driver = serve_all(group, loaded, grammars, [line])
-    assert ends(outputs) == ends(expected)
-    assert reports(outputs) == reports(expected)
-    output = outputs["a"]
-    assert output.finish_reason == "stop" and output.num_drafted == output.num_accepted
-    num_tokens = len(output.token_ids)
+        expected, slow = serve_all(group, loaded, sampling, [line], num_speculative_tokens=0)
+        runs = [serve_all(group, loaded, each, [line]) for each in (grammars, sampling)]
+    num_tokens = len(expected["a"].token_ids)
     assert num_tokens > 60 and len(slow.records) >= num_tokens
-    saved = len(slow.records) - len(driver.records)
-    assert saved == pytest.approx(output.num_accepted, abs=2)
-    assert len(driver.records) < 0.5 * num_tokens
+    for outputs, driver in runs:
+        assert ends(outputs) == ends(expected)
+        assert reports(outputs) == reports(expected)
+        output = outputs["a"]
+        assert output.finish_reason == "stop"
+        saved = len(slow.records) - len(driver.records)
+        assert saved == pytest.approx(output.num_accepted, abs=2)
+    forced, guessed = (len(driver.records) for _, driver in runs)
+    assert forced < 0.5 * num_tokens
+    assert guessed < 0.8 * num_tokens

@@ -86,9 +86,14 @@ class LockstepScheduler:
             self._remove(req_id)
         return jump
 
-    def expect_tokens(self, req_id: str, token_ids: Sequence[int]) -> None:
+    @property
+    def most_expected(self) -> int:
+        """See Scheduler.most_expected."""
+        return max(scheduler.most_expected for scheduler in self._schedulers)
+
+    def expect_tokens(self, req_id: str, token_ids: Sequence[int], num_forced: int) -> None:
         """See Scheduler.expect_tokens."""
-        self._scheduler_of(req_id).expect_tokens(req_id, token_ids)
+        self._scheduler_of(req_id).expect_tokens(req_id, token_ids, num_forced)
 
     def generated_tokens(self, req_id: str, first: int) -> list[int]:
         """See Scheduler.generated_tokens."""

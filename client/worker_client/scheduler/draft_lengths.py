@@ -4,7 +4,8 @@ of its drafts so far, and by what steps of so many rows and tokens have taken.
 A request gains one token, and one more for each draft that is accepted. The chance that its j-th
 draft is accepted is the product of its acceptance rates up to j, so each further draft is worth
 less. Of all drafts, the most valuable ones are taken as long as they raise the tokens per second of
-the whole step.
+the whole step. What is known of the device's drafts says nothing about guesses of the host, nor the
+reverse.
 """
 
 import logging
@@ -190,7 +191,9 @@ class DraftLengths:
         self._clock = clock
         self._costs = StepCosts()
         self._overall = Acceptance(most, OVERALL_GAIN)
-        """That of all requests, with which new ones begin."""
+        """That of all requests with drafts of the device, with which new ones begin."""
+        self._guessed = Acceptance(most, OVERALL_GAIN)
+        """The same of requests whose drafts are guesses of the driver."""
         self._in_flight: deque[_TimedStep] = deque()
         self._last_result_s = -math.inf
         self._saved_s = 0.0
@@ -272,13 +275,17 @@ class DraftLengths:
             self._in_flight.pop()
 
     def learn(self, request: Request, outcome: DraftOutcome) -> None:
-        """Take the outcome of a request's drafts into account."""
+        """Take the outcome of a request's drafts into account, without those that were certain."""
         self._own(request).learn(outcome)
-        self._overall.learn(outcome)
+        self._of_all(request).learn(outcome)
+
+    def _of_all(self, request: Request) -> Acceptance:
+        """Return the acceptance of all requests whose drafts have the same source."""
+        return self._overall if request.traits.may_draft else self._guessed
 
     def _own(self, request: Request) -> Acceptance:
         if request.acceptance is None:
-            request.acceptance = self._overall.copy()
+            request.acceptance = self._of_all(request).copy()
         return request.acceptance
 
     def _values(
@@ -286,11 +293,24 @@ class DraftLengths:
     ) -> tuple[NDArray[np.int64], Float64s]:
         """Return, for each draft that a request may have, the request's place and the tokens that
         it is expected to gain by it. room: drafts that each may have."""
-        own = [self._own(request) for request in requests]
-        chances = np.cumprod(self._overall.rates_of(own), axis=1)
-        chances[[request.num_expected > 0 for request in requests]] = 1.0
+        chances = np.cumprod(self._rates(requests), axis=1)
         owners, places = np.nonzero(np.arange(self._most) < room[:, None])
         return owners.astype(np.int64), chances[owners, places].astype(np.float64)
+
+    def _rates(self, requests: Sequence[Request]) -> Float64s:
+        """Return the expected acceptance rates of drafts, float64 [requests, positions]. A guess
+        behind drafts that are certain counts as a first one."""
+        rates = self._overall.rates_of([self._own(request) for request in requests])
+        guessing = [i for i, request in enumerate(requests) if not request.traits.may_draft]
+        if guessing:
+            own = [self._own(requests[i]) for i in guessing]
+            rates[guessing] = self._guessed.rates_of(own)
+        for i in guessing:
+            num_certain = min(requests[i].num_certain, self._most)
+            if num_certain:
+                rates[i, num_certain:] = rates[i, : self._most - num_certain]
+                rates[i, :num_certain] = 1.0
+        return rates
 
     def _probe(
         self,
@@ -333,19 +353,24 @@ class DraftLengths:
 
     def _note_choice(self, requests: Sequence[Request], counts: NDArray[np.int64]) -> None:
         """Note which requests have drafts that are not certain, and what has changed for good."""
-        own = [
-            (request, count > 0)
-            for request, count in zip(requests, counts.tolist(), strict=True)
-            if request.traits.may_draft
-        ]
-        if not own or not self._costs.has_slope:
+        if not self._costs.has_slope:
             return  # as long as drafts seem to cost nothing, their use shows nothing
-        drafts, overall = any(has_drafts for _, has_drafts in own), self._overall
+        uses = list(zip(requests, counts.tolist(), strict=True))
+        self._note_uses(self._overall, [(r, n > 0) for r, n in uses if r.traits.may_draft])
+        guesses = [(r, n > r.num_certain) for r, n in uses if r.num_expected > r.num_certain]
+        self._note_uses(self._guessed, guesses)
+
+    def _note_uses(self, overall: Acceptance, uses: Sequence[tuple[Request, bool]]) -> None:
+        """Note which requests have drafts of one source, of those that may. overall: that of the
+        source."""
+        if not uses:
+            return
+        drafts = any(has_drafts for _, has_drafts in uses)
         if overall.note_choice(has_drafts=drafts):
             self._on_change(DraftingChange(None, drafts, overall.rates[0]))
         if not (drafts and overall.pays):
             return  # a request is not to blame where nobody has any
-        for request, has_drafts in own:
+        for request, has_drafts in uses:
             acceptance = self._own(request)
             if acceptance.note_choice(has_drafts=has_drafts):
                 self._on_change(DraftingChange(request.id, has_drafts, acceptance.rates[0]))

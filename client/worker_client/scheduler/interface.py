@@ -124,13 +124,18 @@ class JumpingScheduler(SchedulerInterface, Protocol):
 
 @runtime_checkable
 class ExpectingScheduler(SchedulerInterface, Protocol):
-    """A scheduler whose steps may compute tokens of a request before they are sampled, because its
-    grammar leaves no choice."""
+    """A scheduler whose steps may compute tokens of a request before they are sampled: those about
+    which its grammar leaves no choice, and those that its text makes likely."""
 
-    def expect_tokens(self, req_id: str, token_ids: Sequence[int]) -> None:
-        """Note which tokens follow the known ones of a request: those that steps in flight sample,
-        then others. Its next steps may have these others, in order, as drafts: the driver has their
-        masks, and all are accepted. Unknown ids are ignored."""
+    @property
+    def most_expected(self) -> int:
+        """Most tokens of a request that a step computes so; 0: expect_tokens is in vain."""
+
+    def expect_tokens(self, req_id: str, token_ids: Sequence[int], num_forced: int) -> None:
+        """Note which tokens will follow those that steps in flight are expected to gain, in place
+        of what was noted before. The next step of the request may have them, or the first few, as
+        drafts: the driver makes their masks. The first num_forced are accepted for certain, the
+        others are guesses. Unknown ids are ignored."""
 
 
 @dataclass(frozen=True)

@@ -110,11 +110,11 @@ class Step:
         """Tokens of requests that decode, with their drafts."""
         return len(self.decodes) + sum(self.drafts.values())
 
-    def expected_drafts(self) -> Mapping[str, Sequence[int]]:
-        """Return the drafts of requests that are not the device's; call it before the step is
+    def take_drafts(self) -> Mapping[str, Sequence[int]]:
+        """Return the drafts of requests that are not the device's; call it once, before the step is
         committed."""
         return {
-            req_id: self.decodes[req_id].expected_drafts(count)
+            req_id: self.decodes[req_id].take_drafts(count)
             for req_id, count in self.drafts.items()
             if self.decodes[req_id].expected
         }

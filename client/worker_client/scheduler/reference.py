@@ -264,7 +264,7 @@ class Scheduler:
                 # yet: ids without a row are ignored.
                 preempted = [*preempted, request.id]
                 request.needs_admission = False
-        expected = step.expected_drafts()
+        brought = step.take_drafts()
         decode_req_ids = self._groups.commit(self._num_steps, step.group, step.decodes, step.drafts)
         for req_id, count in step.prefills.items():
             request = self._queues.unfinished[req_id]
@@ -290,7 +290,7 @@ class Scheduler:
             finished_req_ids=ended,
             preempted_req_ids=preempted,
             num_drafts=step.drafts,
-            draft_token_ids=expected,
+            draft_token_ids=brought,
             skip_drafts=self._draft_lengths is not None and not self._draft_lengths.asks,
         )
 
@@ -337,9 +337,9 @@ class Scheduler:
         for req_id, outcome in result.drafts.items():
             request = find(req_id)
             if request is not None:
-                request.take_outcome(outcome)
-                if self._draft_lengths is not None and request.traits.may_draft:
-                    self._draft_lengths.learn(request, outcome)
+                guessed = request.take_outcome(outcome)
+                if self._draft_lengths is not None and guessed.num_drafted:
+                    self._draft_lengths.learn(request, guessed)
         for req_id, count in result.refused.items():
             self._take_back(find(req_id), count)
 
@@ -382,16 +382,21 @@ class Scheduler:
         return Jump(count)
 
     def _num_drafts_of(self, request: Request) -> int:
-        """Return how many expected tokens the next step of a request may have as drafts."""
+        """Return how many forced tokens the next step of a request may have as drafts."""
         if self._draft_lengths is None or not request.is_running or request.needs_admission:
             return 0
-        return min(self._limits.num_speculative_tokens, request.num_expected)
+        return min(self._limits.num_speculative_tokens, request.num_certain)
 
-    def expect_tokens(self, req_id: str, token_ids: Sequence[int]) -> None:
-        """Note tokens that a request's grammar forces; see ExpectingScheduler."""
+    @property
+    def most_expected(self) -> int:
+        """Most expected tokens of a request in a step; see ExpectingScheduler."""
+        return 0 if self._draft_lengths is None else self._limits.num_speculative_tokens
+
+    def expect_tokens(self, req_id: str, token_ids: Sequence[int], num_forced: int) -> None:
+        """Note tokens that may follow those in flight; see ExpectingScheduler."""
         request = self._queues.unfinished.get(req_id)
         if request is not None:
-            request.expect(token_ids)
+            request.expect(token_ids, num_forced)
 
     def _take_void(self, request: Request, token: int) -> list[RequestOutput]:
         """Ignore a token. NO_TOKEN at a place that a jump has filled is a fault all the same."""
@@ -447,6 +452,8 @@ class Scheduler:
             return
         was_complete = request.num_tokens == request.limit
         request.num_tokens -= count
+        if request.expected:
+            request.expect((), 0)  # they were to follow tokens that it has not gained
         if request.is_running:
             request.num_computed -= count
             if was_complete:
@@ -499,6 +506,7 @@ class Scheduler:
         for request in self._queues.unfinished.values():
             request.go_on_from_known()
             request.num_drafts_in_flight = 0
+            request.forced_in_flight.clear()
 
     def _not_finite(self, request: Request, place: int, num_left: int) -> list[RequestOutput]:
         """Handle a request whose logits for the token at a place are NaN or infinite: no request

@@ -4,6 +4,7 @@ from another driver."""
 import math
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,6 +69,8 @@ from worker_client.steps.step_checks import (
 if TYPE_CHECKING:  # it needs the library of an extra
     from worker_client.inputs.tokenizer import Tokenizer
 
+
+NO_DRAFTS: Final = DraftOutcome(0, 0)
 
 _NOTE_BYTES: Final = 192
 """Bound on an encoded _Note without its stop strings, whose bytes Traits.fixed_bytes counts."""
@@ -268,9 +271,13 @@ class Request:
     acceptance: Acceptance | None = None
     """DraftLengths owns it; None: it had no drafts yet."""
     expected: Sequence[int] = ()
-    """Tokens that its grammar forces (ExpectingScheduler)."""
+    """Tokens that its next steps may have as drafts (ExpectingScheduler)."""
     expected_from: int = 0
-    """Position of the first of these."""
+    """Position of the first of these, where the drafts in flight are counted as num_tokens does."""
+    num_forced: int = 0
+    """Number of leading tokens of `expected` that are accepted for certain."""
+    forced_in_flight: deque[int] = field(default_factory=deque)
+    """Number of certain drafts in each step in flight that has some of these."""
     blocks: HeldBlocks = field(default_factory=HeldBlocks)
     reported: Reported | None = None
     """None if it reports nothing."""
@@ -361,27 +368,45 @@ class Request:
 
     @property
     def num_expected(self) -> int:
-        """Number of tokens behind those in flight of which it is known which they will be."""
+        """Number of drafts that its next step may have of the expected tokens."""
         return max(0, self.expected_from + len(self.expected) - self.num_tokens)
 
-    def expect(self, tokens: Sequence[int]) -> None:
-        """Note tokens that follow the known ones, up to one that ends it."""
+    @property
+    def num_certain(self) -> int:
+        """Number of these that are accepted for certain, the first ones."""
+        return max(0, self.expected_from + self.num_forced - self.num_tokens)
+
+    def expect(self, tokens: Sequence[int], num_forced: int) -> None:
+        """Note tokens that may follow those in flight, up to one that ends it. One whose drafts the
+        device makes has no others."""
+        if self.traits.may_draft:
+            return
         stops = self.traits.stop_ids
         end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens))
-        self.expected, self.expected_from = tokens[:end], len(self.tokens)
+        self.expected, self.expected_from = tokens[:end], self.num_tokens
+        self.num_forced = min(num_forced, end)
 
-    def expected_drafts(self, count: int) -> Sequence[int]:
-        """Return the first drafts of its next step, of those that are expected."""
+    def take_drafts(self, count: int) -> Sequence[int]:
+        """Return the drafts of its next step, which is about to be sent: the first of the expected
+        tokens."""
+        self.forced_in_flight.append(min(count, self.num_certain))
         begin = self.num_tokens - self.expected_from
         return self.expected[begin : begin + count]
 
-    def take_outcome(self, outcome: DraftOutcome) -> None:
-        """Note what has become of its drafts in a step, before the tokens of that step."""
+    def take_outcome(self, outcome: DraftOutcome) -> DraftOutcome:
+        """Note what has become of its drafts in a step, before the tokens of that step. Return the
+        outcome of those that were guesses, and were put to the test."""
         self.num_drafts_in_flight -= outcome.num_drafted
         if not self.num_void:
             self.num_drafted += outcome.num_drafted
             self.num_accepted += outcome.num_accepted
             self.accepted_end = len(self.tokens) + outcome.num_accepted
+        if not self.forced_in_flight:
+            return outcome
+        num_forced = self.forced_in_flight.popleft()
+        if self.num_void or outcome.num_accepted < num_forced:
+            return NO_DRAFTS
+        return DraftOutcome(outcome.num_drafted - num_forced, outcome.num_accepted - num_forced)
 
     def take(self, token: int) -> FinishReason | None:
         """Append a sampled token; return the reason if the request ends with it."""
@@ -440,6 +465,7 @@ class Request:
         self.num_tokens = len(self.tokens)
         self.num_void = num_void
         self.repeated = range(0)
+        self.expected, self.num_forced = (), 0
 
     def num_jumped(self, tokens: Sequence[int]) -> int:
         """Return how many of these forced tokens it may gain at once: those before the first one

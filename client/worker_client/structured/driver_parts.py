@@ -31,7 +31,7 @@ def structured_parts(
     masks = MasksPart(context, MaskedSteps(grammars))
     pending = PendingGrammarsPart(context, grammars)
     parts: list[DriverPart] = [pending, masks]
-    if isinstance(context.scheduler, ExpectingScheduler):
+    if isinstance(context.scheduler, ExpectingScheduler) and context.scheduler.most_expected:
         parts.append(ExpectedTokensPart(masks, context.scheduler))
     if isinstance(context.scheduler, JumpingScheduler):
         parts.append(JumpForwardPart(context, masks, context.scheduler))
@@ -188,17 +188,23 @@ class MasksPart(DriverPart):
 
 
 class ExpectedTokensPart(DriverPart):
-    """Tells a scheduler which tokens grammars force next, before requests jump: what their steps
-    compute as drafts needs no jump."""
+    """Tells a scheduler which tokens the next step of a request may have as drafts, before requests
+    jump: forced ones that its steps compute so need no jump. Guesses are looked up here, since the
+    driver must know drafts to make their masks; the text of a request is with its masks."""
 
     def __init__(self, masks: MasksPart, scheduler: ExpectingScheduler) -> None:
         self._masks = masks
         self._scheduler = scheduler
+        self._most = scheduler.most_expected
+        self._jumps = isinstance(scheduler, JumpingScheduler)
 
     def settled(self, flight: StepInFlight) -> None:
         if self._masks.masked(flight).sampled:
-            for req_id, forced in self._masks.masks.find_forced():
-                self._scheduler.expect_tokens(req_id, forced)
+            found = self._masks.masks.find_expected(
+                self._most, num_running=flight.output.num_requests, jumps=self._jumps
+            )
+            for req_id, expected in found:
+                self._scheduler.expect_tokens(req_id, *expected)
 
 
 class JumpForwardPart(DriverPart):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from rpc_schema.step import NO_TOKEN
 from rpc_schema.structured import StructuredOutput
 from worker_client.structured.matchers import GrammarMatcher, is_allowed
+from worker_client.structured.prompt_lookup import PromptLookup
 
 Int32s: TypeAlias = NDArray[np.int32]
 
@@ -34,6 +35,17 @@ class PlacedMask(NamedTuple):
     state: State
     words: Int32s | None = None
     """int32 [W]; None if the state is a token."""
+
+
+class ExpectedTokens(NamedTuple):
+    """Tokens that may follow those which steps in flight are expected to gain."""
+
+    token_ids: list[int]
+    num_forced: int = 0
+    """Number of leading ones that its grammar forces; the others are guesses."""
+
+
+NONE_EXPECTED: Final = ExpectedTokens([])
 
 
 class Forking(Protocol):
@@ -71,7 +83,8 @@ class MaskedRow:
     req_id: str
     grammar: StructuredOutput
     matcher: GrammarMatcher
-    num_prompt_tokens: int
+    prompt: Int32s
+    """int32 [num_prompt_tokens]."""
     tokens: list[int] = field(default_factory=list)
     """Generated tokens that are known and that the matcher has taken."""
     digest: bytes = b""
@@ -88,6 +101,8 @@ class MaskedRow:
 
     is_void: bool = False
     """Nobody gets what steps in flight sample for it."""
+    lookup: PromptLookup | None = None
+    """Index of prompt and tokens; None until guesses are wanted."""
 
     @property
     def num_unknown(self) -> int:
@@ -115,9 +130,28 @@ class MaskedRow:
         late = [each for each in (self.matcher, *self._guesses()) if not each.is_ready]
         return all(each.is_overdue for each in late)
 
-    def forced_next(self) -> list[int]:
-        """Return the tokens that must follow the known ones; none while they are not known."""
-        return list(self.matcher.forced) if self.matcher.is_ready and not self.jumped else []
+    def expected_next(self, most: int) -> ExpectedTokens:
+        """Return up to so many tokens for the next step to have as drafts: those that the grammar
+        forces, and behind them what followed the same tokens before, in prompt or output."""
+        if self.jumped:
+            return NONE_EXPECTED
+        forced = list(self.matcher.forced) if self.matcher.is_ready else []
+        following = list(forced)
+        num_wanted = self.num_unknown + most - len(forced)
+        if num_wanted > 0:
+            if self.lookup is None:
+                self.lookup = PromptLookup(np.append(self.prompt, np.array(self.tokens, np.int32)))
+            following += self.lookup.following(forced, num_wanted)
+        begin = 0
+        for each in self.in_flight:  # it gains one token more than are accepted
+            begin += 1 + _num_equal(each.drafts, following[begin:])
+        return ExpectedTokens(following[begin : begin + most], max(0, len(forced) - begin))
+
+    def waits_for_jump(self, most: int, num_saved: float) -> bool:
+        """Return True if its next step should have no drafts, so that it can jump over the tokens
+        that its grammar forces: a jump must save at least so many steps with `most` drafts."""
+        num_left = len(self.matcher.forced) - self.num_unknown
+        return self.may_jump and self.has_drafts and num_left > (1 + most) * num_saved
 
     def prepare(self, grammars: Forking) -> bool:
         """Make the matchers that its newest sampling needs, once they can be made. Return True if
@@ -178,6 +212,8 @@ class MaskedRow:
         """Append tokens that the matcher has taken."""
         self.tokens += tokens
         self.digest = _extended(self.digest, tokens)
+        if self.lookup is not None:
+            self.lookup.extend(tokens)
 
     def drop_guesses(self, grammars: Forking) -> None:
         """Give up the matchers of steps in flight."""
@@ -209,10 +245,7 @@ class MaskedRow:
     def _guess(self, sampling: RowSampling, ahead: int, grammars: Forking) -> None:
         forced, drafts = list(islice(self.matcher.forced, ahead, None)), sampling.drafts
         sampling.guesses = []
-        sampling.num_forced = num_forced = next(
-            (i for i, (a, b) in enumerate(zip(drafts, forced, strict=False)) if a != b),
-            min(len(drafts), len(forced)),
-        )
+        sampling.num_forced = num_forced = _num_equal(drafts, forced)
         mask, guesses = self.matcher.mask, drafts[num_forced:]
         if num_forced < len(forced) or not guesses or mask is None:
             return
@@ -220,6 +253,12 @@ class MaskedRow:
             return
         for count in range(1, len(guesses) + 1):
             sampling.guesses.append(grammars.fork(self.matcher, guesses[:count]))
+
+
+def _num_equal(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many leading tokens are the same."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _extended(digest: bytes, tokens: Sequence[int]) -> bytes:

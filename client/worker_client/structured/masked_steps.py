@@ -31,7 +31,15 @@ from worker_client.steps.masks import StepMasks
 from worker_client.steps.sent_counts import read_counts
 from worker_client.steps.step_checks import WIRE_LIMITS, admissions_fault, shape_fault
 from worker_client.steps.step_fault import StepFault, refuse
-from worker_client.structured.masked_rows import Forking, Int32s, MaskedRow, RowSampling, State
+from worker_client.structured.masked_rows import (
+    NONE_EXPECTED,
+    ExpectedTokens,
+    Forking,
+    Int32s,
+    MaskedRow,
+    RowSampling,
+    State,
+)
 
 MAX_STEP_MASK_BYTES: Final = 1 << 20
 """Bound on the masks that a step itself carries, since admissions need room too. Rows with further
@@ -289,12 +297,19 @@ class MaskedSteps:
                 self._resumed[row.req_id] = self._paused.pop(row.req_id)
         return [row.req_id for row in known if not row.matcher.error]
 
-    def find_forced(self) -> list[tuple[str, list[int]]]:
-        """Return the requests that have taken a token of the newest result, with the tokens that
-        their grammars force next, if there are more than steps in flight sample."""
-        rows = [row for row in self._advanced if self._rows.get(row.req_id) is row]
-        forced = [(row, row.forced_next()) for row in rows]
-        return [(row.req_id, own) for row, own in forced if len(own) > row.num_unknown]
+    def find_expected(
+        self, most: int, *, num_running: int, jumps: bool
+    ) -> list[tuple[str, ExpectedTokens]]:
+        """Return the requests that have taken a token of the newest result, each with up to `most`
+        tokens that its next step may have as drafts. jumps: requests may jump instead; one that
+        should soon, among so many running ones, has none, since drafts in flight are in its way."""
+        num_saved = max(MIN_STEPS_SAVED, MIXED_STEP_COST * num_running)
+        found: list[tuple[str, ExpectedTokens]] = []
+        for row in self._advanced:
+            if self._rows.get(row.req_id) is row:
+                waits = jumps and row.waits_for_jump(most, num_saved)
+                found.append((row.req_id, NONE_EXPECTED if waits else row.expected_next(most)))
+        return found
 
     def find_jumps(self, num_running: int) -> list[tuple[str, list[int]]]:
         """Return the requests that have taken a token of the newest result and should jump from it,
@@ -356,7 +371,7 @@ class MaskedSteps:
             new.req_id,
             grammar,
             self.grammars.begin(grammar, tokens),
-            new.num_prompt_tokens,
+            np.asarray(new.token_ids[: new.num_prompt_tokens], np.int32),
             num_left=num_left,
             may_jump=may_jump(new.extensions),
         )
@@ -437,7 +452,7 @@ class MaskedSteps:
         self._faults[row.req_id] = failed_request(
             row.req_id,
             reason,
-            num_prompt_tokens=row.num_prompt_tokens,
+            num_prompt_tokens=row.prompt.size,
             token_ids=row.tokens,
             refusal=refusal,
         )

@@ -33,6 +33,7 @@ class Decoding:
     most_drafts: int = MOST
     acceptance: Acceptance | None = None
     num_expected: int = 0
+    num_certain: int = 0
     traits: Traits = PLAIN
     num_gained: int = field(default=0)
     last_step: int = -1

@@ -394,6 +394,65 @@ def test_a_row_with_drafts_has_a_mask_behind_each(monkeypatch, lateness):
     assert not grammars.begun
 
 
+def test_guesses_follow_what_steps_in_flight_are_expected_to_gain():
+    """Where the drafts of these turn out wrong, and behind forced tokens, too."""
+    grammars = HandGrammars()
+    steps = masked_steps.MaskedSteps(grammars)
+    prompt = np.array([1, 2, 3, 4, 5, 6, 7, 8, 9, 3, 1, 7, 6, 5], np.int32)
+    grammar = StructuredOutput(kind="regex", text="a")
+    new = NewRequest("a", prompt, prompt.size, 0, [1], (grammar,))
+
+    def send(*drafts):
+        output = SchedulerOutput(
+            {"a": 1 + len(drafts)}, num_drafts={"a": len(drafts)}, draft_token_ids={"a": drafts}
+        )
+        planned = steps.plan(output if drafts else SchedulerOutput(decode_req_ids=("a",)))
+        steps.sent(planned)
+        return planned
+
+    def gain(step, *tokens, most=3):
+        steps.sample_ready(step, lambda masks, req_ids: None)
+        steps.take(step, StepResult(["a"] * len(tokens), tokens))
+        ((_, found),) = steps.find_expected(most, num_running=1, jumps=False)
+        return found
+
+    first = steps.plan(SchedulerOutput({"a": prompt.size}, scheduled_new_reqs=[new]))
+    steps.sent(first)
+    second = send()
+    assert gain(first, 1) == ([], 0)  # 5 1 never stood there before
+    third = send()
+    assert gain(second, 2) == ([4, 5, 6], 0)  # 1 2: the third step is to gain 3
+    fourth = send(4, 5, 6)
+    assert gain(third, 3) == ([8, 9, 3], 0)
+    fifth = send(8, 9)
+    assert gain(fourth, 1) == ([6, 5, 1], 0)  # 3 1: the fifth step is to gain 7, and not 8
+    sixth = send(6, 5, 1)
+    grammars.forced = lambda matcher: [6, 11, 12, 3, 4]
+    assert gain(fifth, 7, most=5) == ([12, 3, 4, 5, 6], 3)  # the sixth is to gain 6 11
+    seventh = send(12, 3, 4, 5)
+    assert gain(sixth, 6, 11) == ([7, 8, 9], 0)  # the seventh is to gain 12 3 4 5 6
+    steps.sample_ready(seventh, lambda masks, req_ids: None)
+    steps.forget("a")
+    assert not grammars.begun
+
+
+def test_a_request_that_should_jump_has_no_drafts_meanwhile():
+    """A long forced text; with few running requests, so that the jump pays."""
+    grammars = HandGrammars()
+    steps = masked_steps.MaskedSteps(grammars)
+    admitted(steps, ("a",))
+    drafts = {"num_drafts": {"a": 1}, "draft_token_ids": {"a": [7]}}
+    planned = [steps.plan(SchedulerOutput({"a": 2}, **drafts)) for _ in range(2)]
+    grammars.forced = lambda matcher: list(range(100, 140))
+    steps.sample_ready(planned[0], lambda masks, req_ids: None)
+    steps.take(planned[0], StepResult(["a"], [3]))
+    cases = [(2, True), (2, False), (40, True)]
+    found = [steps.find_expected(4, num_running=n, jumps=jumps) for n, jumps in cases]
+    expected = [own.token_ids for ((_, own),) in found]
+    assert expected == [[], [101, 102, 103, 104], [101, 102, 103, 104]]
+    assert steps.find_jumps(2) == []  # until the step with drafts is done
+
+
 @pytest.mark.parametrize(
     ("drafts", "field"),
     [({}, "num_drafts"), ({"a": [1]}, "draft_token_ids"), ({"a": [1, -2]}, "draft_token_ids")],
