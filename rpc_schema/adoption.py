@@ -23,7 +23,20 @@ MAX_ROW_TOKENS = 3 << 20
 MAX_ROW_BLOCKS = 1 << 18
 """A request with more is reported without blocks: its KV must be computed again."""
 
+MAX_EARLIER_VERSIONS = 64
+"""Versions of the weights that a row tells apart, besides the present one."""
+
 RowColumn = Annotated[bytes, Meta(max_length=MAX_PAGE_BYTES + 4 * MAX_ROW_TOKENS)]
+
+
+class VersionSpan(Value, frozen=True, kw_only=True):
+    """Tokens of a request that weights of one version have sampled: those behind the span before,
+    or behind the ones that came with its admission."""
+
+    version: Unsigned | None
+    """Number of the version; None: of several, which are not told apart any more."""
+    end: Count
+    """Position behind the last of them."""
 
 
 class RequestRow(Value, frozen=True, kw_only=True):
@@ -47,7 +60,11 @@ class RequestRow(Value, frozen=True, kw_only=True):
     note: SchedulerNote
     weights_version: Unsigned
     """Number of the version of the weights that have computed its KV and sampled its tokens since
-    its admission."""
+    its admission, but for those of earlier_versions."""
+    earlier_versions: Annotated[tuple[VersionSpan, ...], Meta(max_length=MAX_EARLIER_VERSIONS)] = ()
+    """Versions since its admission that an update has replaced while the row was kept, in their
+    order; the tokens of its admission belong to the first, as far as the note does not say. Its
+    blocks have KV of theirs too. Ranks that do not sample lack later tokens."""
 
 
 class AdoptRequests(StepRequest["AdoptRequestsReply"], frozen=True, tag=70, kw_only=True):

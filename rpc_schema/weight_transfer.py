@@ -23,6 +23,10 @@ driver names it, since ranks may have different ones and must have the same afte
 UpdateTarget: TypeAlias = Literal["model", "draft_model"]
 """The weights that an update changes."""
 
+RunningRows: TypeAlias = Literal["drop", "keep"]
+"""Treatment of the rows of running requests when the weights change. drop: they are freed. keep:
+they go on with the KV that they have, and other weights compute the rest."""
+
 MAX_TENSORS = 65536
 MAX_STATUS_NAMES = 16
 
@@ -84,6 +88,7 @@ class StartWeightUpdate(StepRequest[Done], frozen=True, tag=51, kw_only=True):
     target: UpdateTarget = "model"
     """draft_model: the model that drafts for the loaded one, whose weights have a version of their
     own. Requests go on, and steps may run while its update is open."""
+    running: RunningRows = "drop"
 
 
 class BroadcastSource(Value, frozen=True, tag=1, kw_only=True):
@@ -170,6 +175,8 @@ class ReloadWeights(StepRequest["ReloadWeightsReply"], frozen=True, tag=54, kw_o
     """Another directory under the model roots, with a model of the same shape. Empty: the directory
     that was loaded, or that UpdateConfig has named since."""
     version: NewVersion = None
+    running: RunningRows = "drop"
+    """keep is refused if the KV cache is in FP8: its scales are read again with the weights."""
 
 
 class ReloadWeightsReply(StepReply, frozen=True, tag=54, kw_only=True):

@@ -15,6 +15,7 @@ from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.health import CheckHealthReply
 from rpc_schema.kv_cache import groups_of
 from rpc_schema.step import ExecuteDummyBatch
+from rpc_schema.weight_transfer import RunningRows
 from worker_client.errors import (
     ClientConfigError,
     ClientError,
@@ -313,7 +314,7 @@ class WorkerGroup:
             self._state.needs_relink,
             self.relink,
             self.reset,
-            self.weights.reload,
+            partial(self.weights.reload, running=_while_reloading(config)),
             self.get_status,
             self.ranks[0],
             weights_version,
@@ -516,6 +517,12 @@ def _read_rows(channel: GroupChannel) -> list[list[RankRow]]:
             next_slots[rank] = reply.next_slot or NO_MORE_SLOTS
         if not any(reply.next_slot for reply in replies):
             return list(rows.values())
+
+
+def _while_reloading(config: WorkerConfig) -> RunningRows:
+    """Return what happens to the requests of an earlier driver, which may be adopted, when its
+    incomplete weights are replaced."""
+    return "drop" if config.cache.kv_cache_dtype == "fp8" else "keep"
 
 
 def _replica_place(parallel: ParallelConfig, dp_rank: int | None) -> ReplicaPlace:

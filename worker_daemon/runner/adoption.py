@@ -16,15 +16,19 @@ from rpc_schema.adoption import (
     MAX_ROW_BLOCKS,
     MAX_ROW_TOKENS,
     RequestRow,
+    VersionSpan,
 )
 from rpc_schema.kv_cache import NULL_BLOCK, blocks_behind
 from worker_daemon.contracts.arrays import Int32s
 from worker_daemon.runner.input_batch import InputBuilder
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.token_history import TokenHistory
+from worker_daemon.runner.token_versions import TokenVersions
 
 _ROW_BYTES = 128
-"""Upper bound on a row's encoded size without its id, note, extensions and columns."""
+"""Upper bound on a row's encoded size without its id, note, extensions, spans and columns."""
+_SPAN_BYTES = 40
+"""Upper bound on a span's encoded size."""
 
 
 class Page(NamedTuple):
@@ -45,9 +49,10 @@ def describe_requests(
     history: TokenHistory,
     first_slot: int,
     weights_version: int,
+    earlier: TokenVersions,
 ) -> Page:
     """Return rows from first_slot on: as many as fit into a reply, at least one. Waits for the
-    device. weights_version: the present one; new weights drop all rows."""
+    device. weights_version: the present one; earlier: those before it."""
     rows: list[RequestRow] = []
     tokens: list[Int32s] = []
     blocks: list[Int32s] = []
@@ -57,7 +62,8 @@ def describe_requests(
             continue
         token_ids = _tokens(state, history, slot)[:MAX_ROW_TOKENS]
         by_group = _blocks(state, inputs, slot)
-        row = _row(state, slot, token_ids, by_group, weights_version)
+        spans = earlier.of(slot, int(state.generation[slot]))
+        row = _row(state, slot, token_ids, by_group, weights_version, spans)
         block_ids = np.concatenate(by_group)
         size += _size(row) + token_ids.nbytes + block_ids.nbytes
         if rows and size > MAX_PAGE_BYTES:
@@ -100,6 +106,7 @@ def _row(
     tokens: Int32s,
     blocks: Sequence[Int32s],
     weights_version: int,
+    earlier_versions: tuple[VersionSpan, ...],
 ) -> RequestRow:
     num_blocks = [own.size for own in blocks]
     return RequestRow(
@@ -113,12 +120,14 @@ def _row(
         extensions=state.extensions[slot],
         note=state.notes[slot],
         weights_version=weights_version,
+        earlier_versions=earlier_versions,
     )
 
 
 def _size(row: RequestRow) -> int:
     extensions = len(msgspec.msgpack.encode(row.extensions))
-    return _ROW_BYTES + 4 * len(row.req_id) + len(row.note) + extensions
+    spans = _SPAN_BYTES * len(row.earlier_versions)
+    return _ROW_BYTES + 4 * len(row.req_id) + len(row.note) + extensions + spans
 
 
 def _joined(columns: list[Int32s]) -> bytes:

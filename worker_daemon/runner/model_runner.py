@@ -8,7 +8,7 @@ thread only.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from worker_daemon.runner.scheduled_step import (
 from worker_daemon.runner.stage_program import EagerProgram, StageProgram
 from worker_daemon.runner.step_sampler import StepSampler
 from worker_daemon.runner.token_history import TokenHistory
+from worker_daemon.runner.token_versions import RowEnd, TokenVersions
 
 
 class Stage(Protocol):
@@ -140,6 +141,14 @@ class SoleStage:
         """See Stage: there are no other stages."""
 
 
+class _Deferred(NamedTuple):
+    """Rows that a step has left to sample."""
+
+    rows: Unsampled
+    weights_version: int
+    """Number of the version of the weights that have computed its logits."""
+
+
 class ModelRunner:
     """Runs the steps of one rank (a stage and a tensor-parallel shard). Owned by the worker; freed
     by reset."""
@@ -172,8 +181,9 @@ class ModelRunner:
         self._rank = rank
         self._tp_size = tp_size
         self._num_ranks = num_ranks
-        self._unsampled: dict[int, Unsampled] = {}
+        self._unsampled: dict[int, _Deferred] = {}
         """Rows that steps have deferred, by the step's seq."""
+        self._token_versions = TokenVersions()
 
     def use(self, program: StageProgram) -> None:
         """Run steps with another program from now on, such as captured graphs."""
@@ -214,6 +224,23 @@ class ModelRunner:
         self.state.drop_all()
         self.inputs.forget_requests()
         self._unsampled.clear()
+        self._token_versions.forget()
+
+    def weights_changed(self, before: int) -> None:
+        """Note that other weights compute the rows from now on. before: number of the version that
+        has computed them so far, and that has still to sample the rows which steps have
+        deferred."""
+        state, ends = self.state, {}
+        for slot in np.flatnonzero(state.counts.live).tolist():
+            known, generation = int(state.num_known_tokens[slot]), int(state.generation[slot])
+            known = max(known, self.history.known_to(slot, generation, known))
+            ends[slot] = RowEnd(slot, generation, known)
+        for (rows, *_), _version in self._unsampled.values():
+            here = rows.slots_np[state.are_current(rows.slots_np, rows.generations)]
+            for slot, count in zip(*map(np.ndarray.tolist, np.unique_counts(here)), strict=True):
+                num_left = count if rows.has_drafts else 1
+                ends[slot] = ends[slot]._replace(end=ends[slot].end + num_left)
+        self._token_versions.end(before, ends.values())
 
     def end_epoch(self) -> None:
         """Keep the notes of blocks' contents that hold for another driver."""
@@ -231,7 +258,9 @@ class ModelRunner:
         on."""
         self.inputs.tables.restore(self.state.take_back(self.history.has_confirmed))
         version = self._weights.version
-        return describe_requests(self.state, self.inputs, self.history, first_slot, version)
+        return describe_requests(
+            self.state, self.inputs, self.history, first_slot, version, self._token_versions
+        )
 
     def execute_model(self, request: ExecuteModel, arrays: Sequence[Frame]) -> PendingOutput | None:
         """Run one step: apply the scheduler's changes, then receive, forward, send, sample.
@@ -261,7 +290,8 @@ class ModelRunner:
             reply = self._stage.sample(computed, identity)
         except Exception as error:
             if step.deferred is not None:
-                self._unsampled[step.seq] = self.inputs.lost(step, step.deferred)
+                lost = self.inputs.lost(step, step.deferred)
+                self._unsampled[step.seq] = _Deferred(lost, self._weights.version)
             raise_caused(self._failure(step.seq, error), error)
         self.state.raise_if_failed()
         return reply
@@ -271,7 +301,8 @@ class ModelRunner:
         to keep."""
         parts, slots = self.state.parts, step.rows.slots_np
         kept, now = np.flatnonzero(later), np.flatnonzero(~later)
-        self._unsampled[seq] = step.keep(kept, parts.used_by(slots[kept]))
+        rows = step.keep(kept, parts.used_by(slots[kept]))
+        self._unsampled[seq] = _Deferred(rows, self._weights.version)
         rest = step.take(now, parts.used_by(slots[now]), NO_STEP_VALUES)
         return rest._replace(reports=step.reports)
 
@@ -280,10 +311,10 @@ class ModelRunner:
     ) -> Unsampled:
         """Return rows that a step has deferred, to be sampled now. Unless these are all, they and
         those that are left become copies, and the rest is freed before the rows are sampled."""
-        step, parts = self._unsampled[seq], self.state.parts
+        (step, version), parts = self._unsampled[seq], self.state.parts
         if left.size:
             kept = np.flatnonzero(np.isin(step.rows.slots_np, left))
-            self._unsampled[seq] = step.keep(kept, parts.used_by(left))
+            self._unsampled[seq] = _Deferred(step.keep(kept, parts.used_by(left)), version)
         else:
             del self._unsampled[seq]
         taken = np.flatnonzero(np.isin(step.rows.slots_np, slots))
@@ -299,9 +330,13 @@ class ModelRunner:
         state, seq = self.state, request.step_seq
         step_values = state.parts.check_step(request.extensions, arrays, state.limits)
         slots, left = state.take_unsampled(seq, request.slots, step_values)
+        deferred = self._unsampled.get(seq)
         try:
             take = partial(self._take_deferred, seq, slots, left, step_values)
-            reply = self._stage.sample_later(slots, take, self._identify(request))
+            identity = self._identify(request)
+            if deferred is not None:
+                identity = identity._replace(weights_version=deferred.weights_version)
+            reply = self._stage.sample_later(slots, take, identity)
         except Exception as error:
             raise_caused(self._failure(request.seq, error), error)
         state.raise_if_failed()

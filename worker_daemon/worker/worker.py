@@ -27,6 +27,7 @@ from rpc_schema.errors import CommError, StateError
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.operations import StepMessage
 from rpc_schema.step import Done, ExecuteDummyBatch, ExecuteModel, SampleTokens
+from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.contracts.uploads import FindUpload, no_uploads
 from worker_daemon.device.failures import (
     FailureKind,
@@ -416,7 +417,7 @@ class Worker:
         drafts change no token."""
         self._transfer.start(message, self._model, self._device.opened.place)
         if message.target == "model":
-            self._forget_cache()
+            self._leave_weights(message.running)
         return Done(**self._identity(message))
 
     def update_weights(self, message: wt.UpdateWeights) -> wt.UpdateWeightsReply:
@@ -432,7 +433,10 @@ class Worker:
 
         Raises: see WeightTransfer.finish.
         """
+        before = self._model.weights.version
         version = self._transfer.finish()
+        if self._model.weights.version != before:  # it may have been the draft model's
+            self._weights_changed(before)
         if self._device.opened.place.device.type == "cuda":
             torch.cuda.empty_cache()  # frees the buffers for other processes
         return wt.FinishWeightUpdateReply(**self._identity(message), version=version)
@@ -440,10 +444,16 @@ class Worker:
     def reload_weights(self, message: wt.ReloadWeights) -> wt.ReloadWeightsReply:
         """Read the weights again, in place; an open update is dropped.
 
-        Raises: see WeightState.next_version and loading.reload.
+        Raises: see WeightState.next_version and loading.reload, and
+            ConfigError: rows are to be kept, whose KV needs the scales that it was written with.
         """
         began = time.monotonic()
+        before = self._model.weights.version
         version = self._model.weights.next_version(message.version)
+        if message.running == "keep" and self._model.cache_dtype is FP8:
+            problem = "a reload reads the scales of the KV cache in FP8 again"
+            raise config_error("running", message.running, problem, "drop, or a weight update")
+        self._leave_weights(message.running)
         self._set_phase("LOADING", LONG_OPERATION_S)
         config = self._model.next_load
         if message.model:
@@ -453,8 +463,8 @@ class Worker:
             self._model, config, version, place, self._roots, self._set_phase
         )
         self._transfer.drop_update()
-        self._forget_cache()
         self._model_or_none = model
+        self._weights_changed(before)
         return wt.ReloadWeightsReply(
             **self._identity(message),
             size_bytes=size_bytes,
@@ -462,9 +472,22 @@ class Worker:
             version=version,
         )
 
+    def _leave_weights(self, running: wt.RunningRows) -> None:
+        """Drop all requests or none, and what is known of the blocks' contents: they belong to
+        weights that are about to be replaced."""
+        if running == "drop":
+            self._forget_cache()
+        else:
+            self._forget_contents()
+
+    def _weights_changed(self, before: int) -> None:
+        """Tell the runner that the rows go on with other weights than those of version `before`."""
+        if self._serving_or_none is not None:
+            self._serving_or_none.runner.weights_changed(before)
+
     def _forget_cache(self) -> None:
         """Drop all requests, and what is known of the blocks' contents: they are lost, or belong
-        to weights that were replaced."""
+        to other weights."""
         if self._serving_or_none is not None:
             self._serving_or_none.runner.forget_requests()
             self._serving_or_none.runner.state.contents.forget()
@@ -513,7 +536,7 @@ class Worker:
         return lora.RemoveLoraReply(**self._identity(message), removed=removed)
 
     def _forget_contents(self) -> None:
-        """Forget what blocks contain: hashes may name an adapter whose contents change."""
+        """Forget what blocks contain: hashes may name weights, or an adapter, that change."""
         if self._serving_or_none is not None:
             self._serving_or_none.runner.state.contents.forget()
 

@@ -12,7 +12,11 @@ class WeightsPart(DriverPart):
     def __init__(self, context: DriverContext) -> None:
         scheduler = context.scheduler
         weights: GroupWeights | None = getattr(context.group, "weights", None)
-        if weights is None or not isinstance(scheduler, VersionedScheduler):
+        if weights is None:
+            return
+        weights.planned = lambda: context.steps.unsent
+        weights.on_version = None
+        if not isinstance(scheduler, VersionedScheduler):
             return
         weights.on_version = scheduler.use_weights
         if weights.version is not None:

@@ -13,7 +13,7 @@ from itertools import zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
-from rpc_schema.adoption import AdoptRequestsReply, RequestRow
+from rpc_schema.adoption import AdoptRequestsReply, RequestRow, VersionSpan
 from rpc_schema.errors import BadFrameError
 from rpc_schema.extensions import RequestExtension
 from rpc_schema.kv_cache import (
@@ -51,7 +51,10 @@ class AdoptedRequest:
     """Blocks of each further group, like block_ids."""
     weights_version: int = 0
     """Number of the version of the weights that have computed its KV and sampled its tokens since
-    its admission."""
+    its admission, but for those of earlier_versions."""
+    earlier_versions: tuple[VersionSpan, ...] = ()
+    """Versions before it, which have computed KV of its blocks and sampled its tokens up to their
+    ends (RequestRow.earlier_versions)."""
     dp_rank: int = 0
     """The replica that has it."""
 
@@ -180,6 +183,7 @@ def _merge_request(
         slot=longest.row.slot,
         more_block_ids=tuple(blocks[1:]),
         weights_version=longest.row.weights_version,
+        earlier_versions=longest.row.earlier_versions,
     )
 
 
@@ -221,7 +225,10 @@ def _last_checkpoint(
 
 
 def _check_same(one: RankRow, other: RankRow) -> None:
-    for field in ("num_prompt_tokens", "extensions", "note", "weights_version"):
+    fields = ["num_prompt_tokens", "extensions", "weights_version"]
+    if bool(one.row.earlier_versions) == bool(other.row.earlier_versions):
+        fields.append("note")  # else a driver has died while it admitted a request that was kept
+    for field in fields:
         if getattr(one.row, field) != getattr(other.row, field):
             raise _mismatch(field, one, other)
     shared = other.token_ids.size

@@ -30,6 +30,7 @@ from worker_client.group.weights_state import (
     given_up,
     learned,
 )
+from worker_client.scheduler_output import SchedulerOutput
 from worker_client.wire.worker_client import TensorList
 
 SHARD_PATTERN: Final = "model-rank-{rank}-part-{part}.safetensors"
@@ -60,6 +61,10 @@ class GroupWeights:
         self.on_version: Callable[[WeightsVersion], None] | None = None
         """Called with each new version before a step can run with it; must not call the group. The
         newest driver of the group sets it."""
+        self.planned: Callable[[], SchedulerOutput | None] | None = None
+        """Returns the step that this driver has planned and not sent."""
+        self._keeps_rows = False
+        """The latest update, open or not, keeps requests."""
 
     def learn(self, statuses: Sequence[lc.Status]) -> None:
         """Note what the ranks hold: steps are refused unless all have complete weights of one
@@ -68,6 +73,9 @@ class GroupWeights:
         found = common_version(statuses)
         if found is None or found == self.version:
             return
+        if self.version is not None:
+            planned = self.planned() if self._keeps_rows and self.planned is not None else None
+            self._steps.slots.leave_weights(planned)
         self.version = found
         if self.on_version is not None:
             self.on_version(found)
@@ -112,31 +120,49 @@ class GroupWeights:
         partial: bool = False,
         version: int | None = None,
         target: wt.UpdateTarget = "model",
+        running: wt.RunningRows = "drop",
     ) -> None:
-        """Open an update on every rank. No step can be sent until finish_update() or reload().
-        Running requests are lost, and the next step's failure names them. Cached prefixes belong to
-        the old weights: `Driver` tells its scheduler of the new version (VersionedScheduler).
+        """Open an update on every rank, once the steps in flight are over. No step can be sent
+        until finish_update() or reload(). Cached prefixes belong to the old weights: `Driver` tells
+        its scheduler of the new version (VersionedScheduler).
 
         format: `checkpoint`, tensors as in the checkpoint, or `kernel`, as the ranks hold them.
         partial: tensors that are not sent stay as they are.
         version: number of the version that the update makes; None: one more than before.
         target: `draft_model` updates the model that drafts, whose weights have a version of their
-            own. Requests go on, and steps can be sent.
+            own. Requests go on, and steps can be sent; `running` must be left as it is.
+        running: what happens to running requests. `drop`: they are lost; the next step's failure
+            names them. `keep`: they go on with the KV that they have, all ranks with the new
+            weights from the same step on. They are held, not lost, if the update fails, until one
+            with `keep` is complete. KV that is lost later is computed again by the newest weights.
 
         Raises:
-            ConfigError: the version is not larger than that of every rank, or there is no draft
-                model. Nothing has changed.
+            ConfigError: the version is not larger than that of every rank, or the model cannot be
+                updated, or there is no draft model. Nothing has changed, but for requests that are
+                lost.
         """
+        if target != "model" and running != "drop":
+            problem, fix = "requests go on while a draft model is updated", "leave it out"
+            raise config_error("running", running, problem, fix)
         number = self._next_version(version, target)
         if target == "model":
-            self._give_up("a weight update is open")
+            self._give_up("a weight update is open", running)
         else:
             self._waiter.wait_for_all()
-        self._channel.ask(
-            lambda **ids: wt.StartWeightUpdate(
-                format=format, partial=partial, version=number, target=target, **ids
+        try:
+            self._channel.ask(
+                lambda **ids: wt.StartWeightUpdate(
+                    format=format,
+                    partial=partial,
+                    version=number,
+                    target=target,
+                    running=running,
+                    **ids,
+                )
             )
-        )
+        except WorkerError:
+            self.learn(self._statuses())  # if all ranks refuse, steps can run
+            raise
 
     def update(self, tensors: TensorList, source: wt.Source) -> list[wt.UpdateWeightsReply]:
         """Update tensors on every rank, from the engine's source. A trainer's broadcasts must run
@@ -161,21 +187,24 @@ class GroupWeights:
         self.learn(self._statuses())
         return replies
 
-    def reload(self, model: str = "", *, version: int | None = None) -> list[wt.ReloadWeightsReply]:
+    def reload(
+        self, model: str = "", *, version: int | None = None, running: wt.RunningRows = "drop"
+    ) -> list[wt.ReloadWeightsReply]:
         """Read the weights again on every rank, in place, from `model` or from their previous
-        source; requests are lost as in start_update(). Completes dirty weights. version: as in
-        start_update().
+        source. Completes dirty weights. version, running: as in start_update().
 
         Raises:
             ConfigError: the directory lies outside the daemons' roots, or holds another
-                model; or the version is not larger than that of every rank.
+                model; or the version is not larger than that of every rank; or requests cannot be
+                kept, since the KV cache is in FP8 and its scales would change.
             CheckpointError: a file is missing, truncated or not of this model.
         """
         version = self._next_version(version)
         before = self._state.weights_cause
-        self._give_up("reload_weights has failed on some rank")
+        self._give_up("reload_weights has failed on some rank", running)
+        build = partial(wt.ReloadWeights, model=model, version=version, running=running)
         try:
-            replies = self._channel.ask(partial(wt.ReloadWeights, model=model, version=version))
+            replies = self._channel.ask(build)
         except WorkerError:
             self._state.apply(WeightsGone(before) if before else Change.WEIGHTS_FILLED)
             if not before:  # usually refused before the first byte
@@ -251,11 +280,13 @@ class GroupWeights:
             raise config_error("version", version, problem, fix)
         return version
 
-    def _give_up(self, cause: str) -> None:
-        """Mark the weights incomplete and drop all rows: no step may run on weights that are being
-        replaced, nor on their KV cache."""
+    def _give_up(self, cause: str, running: wt.RunningRows) -> None:
+        """Mark the weights incomplete, once no step is in flight, and drop all rows unless they are
+        kept: no step may run on weights that are being replaced."""
         self._waiter.wait_for_all()
-        self._steps.lose_cache("the weights were replaced")
+        if running == "drop":
+            self._steps.lose_rows("the weights were replaced")
+        self._keeps_rows = running == "keep"
         self._state.apply(given_up(cause))
 
     def _save(self, build: Callable[..., StepRequest[ReplyT]]) -> list[ReplyT]:

@@ -88,9 +88,9 @@ class VersionedScheduler(SchedulerInterface, Protocol):
 
     def use_weights(self, version: WeightsVersion) -> None:
         """Begin no request that is admitted from now on with blocks that other weights have
-        computed. Called at the driver's start, then with each new version; the group has dropped
-        the rows of running requests then. It fails the next step, and step_failed gets their
-        ids."""
+        computed, nor with those of requests that run now, which may fill more of them. Called at
+        the driver's start, then with each new version. If the group has dropped the rows of running
+        requests, it fails the next step, and step_failed gets their ids; else they go on."""
 
 
 class Jump(NamedTuple):

@@ -155,6 +155,8 @@ class Scheduler:
         adopted.sort(key=lambda pair: (pair[0].urgency, pair[0].arrival))
         for entry, request in adopted:
             reason = entry.take_again()
+            for span in request.earlier_versions:
+                entry.stamp(span.version, span.end)
             entry.stamp(request.weights_version)
             self._admits_with = request.weights_version
             is_whole = entry.num_tokens == len(request.token_ids) and entry.blocks.may_share
@@ -165,6 +167,8 @@ class Scheduler:
                 self._blocks.adopt(entry, request.blocks_by_group, request.num_computed_tokens)
                 self._queues.start(entry)
                 entry.needs_admission = True
+            else:
+                entry.blocks.is_mixed = False
         return done
 
     def abort_request(self, req_id: str) -> None:
@@ -470,8 +474,8 @@ class Scheduler:
         """Drop the prefix cache after the group has lost its KV cache: by a sleep or a discard, or
         by new weights of which use_weights does not tell. Requests that the next step would admit
         with their present blocks are recomputed instead, from their known tokens: adopted ones,
-        which have no row yet, and those that have jumped forward, which may still have one. The
-        group has dropped the rows of the other running requests. It fails the next step, and
+        which have no row yet, and those that have jumped forward, which may still have one. If the
+        group has dropped the rows of other running requests, it fails the next step, and
         step_failed gets their ids."""
         for request in [each for each in self._queues.running.values() if each.needs_admission]:
             self._begin_again(request)

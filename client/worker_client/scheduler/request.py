@@ -92,12 +92,14 @@ class _Note(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     deadline_unix_s: float | None = None
     """Time of day: the monotonic clock of another host differs."""
     weights_versions: tuple[VersionRun, ...] = ()
+    is_mixed: bool = False
+    """Its blocks have KV of weights that were replaced."""
 
 
 @dataclass(slots=True)
 class HeldBlocks:
-    """A request's blocks. The start of the request sets root and may_share, and num_cached_tokens
-    and num_preemptions if it was adopted. From then on RequestBlocks alone writes here."""
+    """A request's blocks. The start of the request sets root and may_share, and num_cached_tokens,
+    num_preemptions and is_mixed if it was adopted. From then on RequestBlocks alone writes here."""
 
     by_group: tuple[list[int], ...] = ()
     """Blocks of each group of layers, by position; 0 replaces a block that a window has passed.
@@ -117,6 +119,9 @@ class HeldBlocks:
     """First parent of the hash chain."""
     num_preemptions: int = 0
     """Number of times that it was preempted."""
+    is_mixed: bool = False
+    """True if weights have computed some of its KV that were replaced since: no other request may
+    begin with its blocks."""
 
 
 _REPORTED: Final = frozenset(
@@ -447,9 +452,11 @@ class Request:
         self.num_tokens = len(self.tokens)
         return reason
 
-    def stamp(self, version: int) -> None:
-        """Note that weights of this version have sampled the tokens that are not stamped yet."""
-        runs, left = [], len(self.tokens) - self.num_prompt_tokens
+    def stamp(self, version: int | None, end: int | None = None) -> None:
+        """Note that weights of this version have sampled the tokens that are not stamped yet, up to
+        position `end`."""
+        known = len(self.tokens) if end is None else min(end, len(self.tokens))
+        runs, left = [], max(0, known - self.num_prompt_tokens)
         for run in self.weights_versions:
             if left:
                 runs.append(VersionRun(run.version, min(run.num_tokens, left)))
@@ -511,6 +518,7 @@ class Request:
             self.priority,
             None if self.deadline == math.inf else self.deadline + _unix_offset_s(),
             _noted(self.weights_versions, samples_next),
+            self.blocks.is_mixed,
         )
         return NewRequest(
             req_id=self.id,
@@ -828,6 +836,7 @@ def adopted_request(
     )
     made.blocks.num_cached_tokens = note.num_cached_tokens
     made.blocks.num_preemptions = note.num_preemptions
+    made.blocks.is_mixed = note.is_mixed or bool(request.earlier_versions)
     _note_limits(made, limits)
     _check_admission(made, limits.block_groups)
     return made

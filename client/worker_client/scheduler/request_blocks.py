@@ -79,12 +79,15 @@ class RequestBlocks:
 
     def use_weights(self, key: bytes, unfinished: Iterable[Request]) -> bool:
         """Hash blocks as those of the weights that `key` names, and the requests' blocks again.
-        Return True if other weights were named before."""
+        Return True if other weights were named before: no request may begin with the blocks of
+        those that run."""
         before, self._weights = self._weights, key
+        is_other = before not in (b"", key)
         if key != before:
             for request in unfinished:
                 request.blocks.hashes.clear()
-        return before not in (b"", key)
+                request.blocks.is_mixed |= is_other and request.is_running
+        return is_other
 
     def take_changes(self) -> CachedChanges:
         """Return what has changed in the prefix cache since the last call."""
@@ -282,6 +285,7 @@ class RequestBlocks:
     def release(self, request: Request) -> None:
         """Release a request's blocks. Steps in flight may still write to them; a new holder's step
         runs after those."""
+        request.blocks.is_mixed = False
         for block_ids in request.blocks.by_group:
             self._pool.release(block_ids)
         request.blocks.by_group = ()
@@ -290,7 +294,7 @@ class RequestBlocks:
 
     def remember(self, request: Request) -> None:
         """Let other requests begin with the full blocks of a request whose steps were sent."""
-        if not self._caches_prefixes:
+        if not self._caches_prefixes or request.blocks.is_mixed:
             return
         self._hash(request)
         blocks = request.blocks

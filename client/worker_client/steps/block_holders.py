@@ -68,8 +68,11 @@ class BlockHolders:
         self._behind_column = np.frombuffer(self._num_behind, np.int32)
         """View of the same memory."""
         self._emptied: NDArray[np.bool_] | None = None
-        """Blocks that no request was given since the workers' cache lost its contents; None: it has
-        not lost them."""
+        """Blocks that no request was given since the workers' cache lost its contents, and all of
+        `_kept`; None: it has not lost them."""
+        self._kept: set[int] = set()
+        """Rows that have KV of weights that were replaced: nobody else may begin with their
+        blocks."""
 
     def check(self, rows: bytes, block_ids: Sequence[int]) -> None:
         """Raise BlockTaken unless each block exists, is free and occurs once. rows: of the requests
@@ -124,11 +127,24 @@ class BlockHolders:
         self._emptied = np.ones(len(self._flags), np.bool_)
         self._emptied[NULL_BLOCK] = False
 
-    def first_emptied(self, block_ids: Sequence[int]) -> int | None:
-        """Return the first of these blocks that has no contents. They exist."""
+    def leave_weights(self) -> None:
+        """Record that the blocks with contents are of other weights than those of later ones, and
+        are the present rows' own."""
+        self.lose_contents()
+        self._kept = {
+            row for row, written in enumerate(self._written) if written or row in self._prefixes
+        }
+
+    def first_emptied(self, block_ids: Sequence[int], row: int | None) -> int | None:
+        """Return the first of these blocks that has no contents for a request which has this row,
+        or none. They exist."""
         if self._emptied is None:
             return None
-        return next((i for i in block_ids if self._emptied[i]), None)
+        emptied = [i for i in block_ids if self._emptied[i]]
+        if emptied and row in self._kept:
+            own = {*self._written[row], *self._prefixes.get(row, ())}
+            emptied = [i for i in emptied if i not in own]
+        return emptied[0] if emptied else None
 
     def are_filled(self, block_ids: Int32s, num_computed: Int32s) -> NDArray[np.bool_]:
         """Return True for each block that has contents and that no request still has to fill.
@@ -155,7 +171,7 @@ class BlockHolders:
         column = np.frombuffer(blocks, np.int32)
         self._flag_column[column] = _WRITTEN
         if self._emptied is not None:
-            self._emptied[column] = False
+            self._emptied[column] = self._are_kept(rows)
 
     def admit(self, rows: Sequence[int], prefixes: Sequence[Int32s]) -> None:
         """Begin requests in free slots. prefixes: blocks that each row reads; empty if none."""
@@ -165,6 +181,8 @@ class BlockHolders:
             if prefix.size:
                 self._prefixes[row] = prefix
                 self._read(prefix[prefix != NULL_BLOCK])
+                if self._emptied is not None and self._emptied[prefix].any():
+                    self._kept.add(row)
 
     def release(self, slots: Sequence[int]) -> None:
         """End the requests in these slots."""
@@ -172,6 +190,14 @@ class BlockHolders:
             self._mark(row, held=False)
             self._written[row] = array("i")
             self._prefixes.pop(row, None)
+            self._kept.discard(row)
+
+    def _are_kept(self, rows: bytes) -> NDArray[np.bool_]:
+        """Return True for each of these rows that has KV of weights that were replaced."""
+        named = np.frombuffer(rows, self.row_code)
+        if not self._kept:
+            return np.zeros(named.size, np.bool_)
+        return np.isin(named, [*self._kept])
 
     def leave_behind(self, num_computed: Int32s) -> None:
         """Free the blocks that windows have passed. num_computed: tokens of each slot whose steps

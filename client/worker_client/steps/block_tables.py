@@ -118,6 +118,9 @@ class BlockTables:
         """For each group and slot, entries of its block table, including those behind a window."""
         self._appended_rows, self._appended_ids = bytearray(), bytearray()
         """Rows and ids (int32) of blocks that were taken, but are not counted and held yet."""
+        self._planned: frozenset[str] = frozenset()
+        """Requests that may begin with blocks of weights that were replaced since their first step
+        was planned."""
 
     def lengths(self, slots: Int32s) -> Int32s:
         """Return [groups, slots]: entries of each block table. Call count_appended() before."""
@@ -229,12 +232,13 @@ class BlockTables:
             if fault is None:
                 fault = self._written_fault(self._holders, checked.written, slot_of, slot_of_new)
         if fault is None and checked.prefixes:
-            fault = self._contents_fault(self._holders, new) or self._borders_fault(new)
+            fault = self._contents_fault(self._holders, new, slot_of) or self._borders_fault(new)
         return fault or checked
 
     def apply(self, checked: CheckedBlocks, slots: Sequence[int]) -> None:
         """Account for the blocks of a checked step, which begins requests in these free slots."""
         if slots:
+            self._planned = frozenset()
             self._lengths[:, slots] = 0
             if self._holders is not None:
                 self._holders.admit(self._holders.rows_of(slots), checked.prefixes)
@@ -251,6 +255,12 @@ class BlockTables:
         blocks that were filled before."""
         if self._holders is not None:
             self._holders.lose_contents()
+
+    def leave_weights(self, planned: frozenset[str]) -> None:
+        """See SlotTable.leave_weights. planned: ids of the new requests of the planned step."""
+        self._planned = planned
+        if self._holders is not None:
+            self._holders.leave_weights()
 
     def with_contents(self, blocks: CachedBlocks, num_computed: Int32s) -> CachedBlocks:
         """Return those of these blocks that are full, as far as is known here. Call
@@ -396,11 +406,18 @@ class BlockTables:
             return wrong_block(request.req_id, min(both), fix)
         return None
 
-    def _contents_fault(self, holders: BlockHolders, new: Sequence[NewRequest]) -> StepFault | None:
-        """Check that the blocks of new requests' computed tokens have contents."""
+    def _contents_fault(
+        self, holders: BlockHolders, new: Sequence[NewRequest], slot_of: Mapping[str, int]
+    ) -> StepFault | None:
+        """Check that the blocks of new requests' computed tokens have contents. slot_of: of the
+        requests before the step, which may begin again with their own blocks."""
         for request, (number, group) in product(new, enumerate(self._groups)):
+            if request.req_id in self._planned:
+                continue
             num_filled = -(-request.num_computed_tokens // group.block_size)
-            emptied = holders.first_emptied(_of_group(request, number)[:num_filled])
+            slot = slot_of.get(request.req_id)
+            row = None if slot is None else number * self._num_slots + slot
+            emptied = holders.first_emptied(_of_group(request, number)[:num_filled], row)
             if emptied is not None:
                 fix = "begin at num_computed_tokens = 0: the KV cache has lost its contents since"
                 return wrong_block(request.req_id, emptied, fix)

@@ -138,6 +138,12 @@ class LockstepSlots:
         for table in self._tables:
             table.require_resync()
 
+    def leave_weights(self, planned: SchedulerOutput | None) -> None:
+        """See SlotTable.leave_weights."""
+        parts = None if planned is None else self._whole(planned)
+        for place, table in enumerate(self._tables):
+            table.leave_weights(None if parts is None else parts[place])
+
     def lose_contents(self) -> None:
         """See SlotTable.lose_contents."""
         for table in self._tables:

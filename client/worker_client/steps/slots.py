@@ -317,6 +317,14 @@ class SlotTable:
         blocks that were filled before."""
         self._blocks.lose_contents()
 
+    def leave_weights(self, planned: SchedulerOutput | None) -> None:
+        """Record that other weights compute the rows from now on. Only the requests that have
+        blocks filled before, or by rows that were kept, may go on with them. planned: a step that
+        was made before and will be sent; its new requests may begin as it says."""
+        self._flush()
+        new = () if planned is None else planned.scheduled_new_reqs
+        self._blocks.leave_weights(frozenset(request.req_id for request in new))
+
     def with_contents(self, blocks: CachedBlocks) -> CachedBlocks:
         """Return those of these blocks that are full, as far as the table knows: the cache may have
         lost their contents, or a request that still has to fill them.

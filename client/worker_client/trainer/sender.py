@@ -125,6 +125,7 @@ class WeightSender:
         packed_bytes: int = PACKED_BYTES,
         version: int | None = None,
         target: wt.UpdateTarget = "model",
+        running: wt.RunningRows = "drop",
     ) -> SendReport:
         """Replace the weights of every rank, as one complete update; see GroupWeights.start_update.
 
@@ -133,7 +134,7 @@ class WeightSender:
         sent. A SparseDelta changes elements of a tensor; it needs `partial`. A sequence of
         TensorPiece is a tensor in pieces. packed_bytes: size of the buffers that small tensors
         share; 0 sends each by itself.
-        version, target: as GroupWeights.start_update takes them.
+        version, target, running: as GroupWeights.start_update takes them.
 
         Raises:
             ConfigError: the model has no such tensors, or some are missing, or the version is
@@ -146,7 +147,9 @@ class WeightSender:
         listed = _list(entries)
         if not self._has_engine:
             self.connect()
-        self._group.weights.start_update(format, partial=partial, version=version, target=target)
+        self._group.weights.start_update(
+            format, partial=partial, version=version, target=target, running=running
+        )
         try:
             sent = [entry.values for entry in entries]
             replies = self._update(listed, sent, packed_bytes) if sent else []
@@ -170,6 +173,7 @@ class WeightSender:
         format: wt.WeightFormat = "checkpoint",
         packed_bytes: int = PACKED_BYTES,
         version: int | None = None,
+        running: wt.RunningRows = "drop",
     ) -> SendReport:
         """Replace the weights of every rank, but send only what differs from the last
         send_changes(): single elements, or whole tensors where that takes fewer bytes. The first
@@ -185,7 +189,12 @@ class WeightSender:
             self._sent = SentTensors()
         changes = self._sent.changes(unique)
         report = self.send(
-            changes, format=format, partial=is_partial, packed_bytes=packed_bytes, version=version
+            changes,
+            format=format,
+            partial=is_partial,
+            packed_bytes=packed_bytes,
+            version=version,
+            running=running,
         )
         self._sent.record(changes)
         self._sent_version = self._group.weights.version

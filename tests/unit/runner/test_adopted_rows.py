@@ -22,6 +22,7 @@ from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.staging import HostStaging
 from worker_daemon.runner.step_layout import ExactShapes
 from worker_daemon.runner.token_history import Result, SampledTokens, TokenHistory
+from worker_daemon.runner.token_versions import TokenVersions
 
 CPU = torch.device("cpu")
 MOST_LATE = 5
@@ -107,7 +108,7 @@ class Rank:
 
     def told(self, state):
         self.builder.tables.restore(state.take_back(self.history.has_confirmed))
-        return split(describe_requests(state, self.builder, self.history, 0, 0))
+        return split(describe_requests(state, self.builder, self.history, 0, 0, TokenVersions()))
 
     def expected(self, slot, good, first_bad):
         """(computed tokens, blocks): those of the last good step, or those that the first bad one
@@ -150,7 +151,9 @@ def test_rows_are_told_as_the_last_result_left_them(seed):
             state = copy.deepcopy(rank.state)
             rank.check(rank.told(state))
             num_late += len(rank.late) > 0
-            again = split(describe_requests(state, rank.builder, rank.history, 0, 0))
+            again = split(
+                describe_requests(state, rank.builder, rank.history, 0, 0, TokenVersions())
+            )
             assert again == rank.told(state)
     assert num_late > 10
 
@@ -197,7 +200,9 @@ def test_rows_without_a_request_stay_free_when_steps_are_taken_back():
     message, arrays = encode(4, admit(0, 5, [6, 7]), rank.rows)
     assert rank.state.apply(message, arrays).starts.tolist() == [0]
     rank.builder.tables.update(rank.builder.build(rank.state.dummy_step(5)).columns)
-    ((_, tokens, blocks),) = split(describe_requests(rank.state, rank.builder, rank.history, 0, 0))
+    ((_, tokens, blocks),) = split(
+        describe_requests(rank.state, rank.builder, rank.history, 0, 0, TokenVersions())
+    )
     assert (tokens, len(blocks)) == ([0] * 5, 2)
 
 
@@ -286,7 +291,7 @@ def test_long_rows_come_in_pages():
     builder.build(state.apply(message, arrays))
     first_slot, told = 0, []
     for _ in range(count):
-        page = describe_requests(state, builder, TokenHistory(), first_slot, 0)
+        page = describe_requests(state, builder, TokenHistory(), first_slot, 0, TokenVersions())
         assert len(page.token_ids) <= MAX_PAGE_BYTES
         assert len(page.rows) == min(3, count - first_slot)
         told += split(page)
@@ -296,7 +301,7 @@ def test_long_rows_come_in_pages():
     assert [(row.slot, tokens) for row, tokens, _ in told] == [
         (new.slot, new.tokens) for new in plan.admissions
     ]
-    assert describe_requests(state, builder, TokenHistory(), count, 0).rows == ()
+    assert describe_requests(state, builder, TokenHistory(), count, 0, TokenVersions()).rows == ()
 
 
 def test_row_of_more_than_a_reply_holds_is_told_in_part(monkeypatch):

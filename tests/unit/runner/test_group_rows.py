@@ -16,6 +16,7 @@ from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.staging import HostStaging
 from worker_daemon.runner.step_layout import ExactShapes, StepLadder, decode_sizes, mixed_plans
 from worker_daemon.runner.token_history import TokenHistory
+from worker_daemon.runner.token_versions import TokenVersions
 
 CPU = torch.device("cpu")
 GROUPS = (BlockGroup(4), BlockGroup(4, 6), BlockGroup(8, 6))
@@ -174,12 +175,12 @@ def test_rows_that_see_blocks_again_which_others_may_have_are_not_vouched_for(ch
     rows.run(2, {0: chunk})
     rows.run(3, {0: 1})
     rows.state.take_back(lambda epoch, seq: seq == 1)
-    (row,) = describe_requests(rows.state, rows.inputs, TokenHistory(), 0, 0).rows
+    (row,) = describe_requests(rows.state, rows.inputs, TokenHistory(), 0, 0, TokenVersions()).rows
     if not is_kept:
         assert (row.num_computed_tokens, row.num_blocks, row.num_more_blocks) == (0, 0, (0, 0))
         return
     assert (row.num_computed_tokens, row.num_blocks, row.num_more_blocks) == (13, 8, (8, 4))
-    page = describe_requests(rows.state, rows.inputs, TokenHistory(), 0, 0)
+    page = describe_requests(rows.state, rows.inputs, TokenHistory(), 0, 0, TokenVersions())
     told = np.frombuffer(page.block_ids, "<i4").tolist()
     assert told == [*range(1, 9), 0, 0, *range(11, 17), 0, *range(21, 24)]
 
