@@ -18,12 +18,13 @@ from worker_client.errors import (
     RequestError,
     SchedulerStalled,
     StepFailed,
+    WeightsNotWhole,
     WorkerDied,
 )
 from worker_client.group.adoption import AdoptedRequest
 from worker_client.inputs.host_tensor import HostTensor
 from worker_client.requests import GenerationRequest, RequestOutput, failed_request
-from worker_client.scheduler import SchedulerInterface
+from worker_client.scheduler import EndingScheduler, SchedulerInterface
 from worker_client.scheduler_output import SchedulerOutput, StepResult
 from worker_client.tracing.run_times import RequestTiming, RunTimes, StepTiming
 from worker_client.worker_group import WorkerGroup
@@ -176,8 +177,9 @@ class Driver:
             InvalidSchedulerOutput: the scheduler gave a step that breaks a rule. The steps before
                 it are settled, and step_failed has returned it to the scheduler. It may be called
                 again.
-            DrainingError: an operator drains the group, and the steps in flight are settled. It may
-                be called again, and continues once the drain is undone.
+            DrainingError, WeightsNotWhole: an operator drains the group, or a weight update is open
+                or has failed, and the steps in flight are settled. It may be called again, and
+                continues once the drain is undone, or the weights are complete.
         """
         for attend in self._parts.attend:
             attend()
@@ -188,7 +190,7 @@ class Driver:
                 has_worked = work_in_flight() or has_worked
             if has_worked:
                 self._fill()
-        except DrainingError:
+        except (DrainingError, WeightsNotWhole):
             if not self._steps.in_flight:
                 raise
         if self._steps.in_flight:
@@ -309,6 +311,10 @@ class Driver:
             self._steps.has_failed = False
         outputs = [flight.output for flight in self._steps.in_flight]
         self._steps.in_flight.clear()
+        if error.aborted_req_ids:
+            self._hand_back(outputs, lost)
+            self._abort(error.aborted_req_ids)
+            return
         self.num_failures += 1
         self._in_a_row.failures += 1
         self._hand_back(outputs, lost)
@@ -316,6 +322,14 @@ class Driver:
             if self._error is not None or not self._requests.has_ended:
                 raise error
             self._error = error
+
+    def _abort(self, req_ids: frozenset[str]) -> None:
+        """End requests that an update has aborted, with their tokens so far."""
+        if isinstance(self.scheduler, EndingScheduler):
+            self._requests.end(self.scheduler.end_requests(req_ids))
+            return
+        for req_id in req_ids:
+            self._requests.abort(req_id)
 
     def _settle_partly(self, lost: frozenset[str]) -> frozenset[str]:
         """Pass on what steps have sampled before the failure, which may be that of deferred

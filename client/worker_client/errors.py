@@ -344,8 +344,9 @@ class StepFailed(ClientError):
     """A step failed, and with it every step sent after it.
 
     `lost_req_ids` are the requests that took part in any of them: their rows are dropped, so they
-    must be admitted again from their known tokens. `__cause__` is the typed error of the rank (or
-    of the transport).
+    must be admitted again from their known tokens. Those of them in `aborted_req_ids` are to end
+    instead, because of the weight update that the driver has asked for. `__cause__` is the typed
+    error of the rank (or of the transport).
     """
 
     def __init__(
@@ -356,6 +357,7 @@ class StepFailed(ClientError):
         message: str,
         remote_traceback: str = "",
         lost_req_ids: frozenset[str] = frozenset(),
+        aborted_req_ids: frozenset[str] = frozenset(),
     ) -> None:
         text = f"rank {rank} failed the step: {code}: {message}"
         super().__init__(f"{text}\n{remote_traceback}".rstrip())
@@ -364,6 +366,7 @@ class StepFailed(ClientError):
         self.message = message
         self.remote_traceback = remote_traceback
         self.lost_req_ids = lost_req_ids
+        self.aborted_req_ids = aborted_req_ids
 
 
 class StepLost(ClientError):

@@ -156,7 +156,7 @@ def test_rows_go_on_with_their_kv_over_updates_by_every_engine(serve, models, pp
     for name, text in late.items():
         assert outputs[name].num_cached_tokens == 0
         assert [run.version for run in outputs[name].weights_versions] == [last]
-        assert outputs[name].token_ids == models[0].greedy(text, 6)
+        assert_as_swapped({last: models[0]}, text, outputs[name])
     assert outputs["again"].num_cached_tokens >= 8
     assert outputs["again"].token_ids == outputs["copy"].token_ids[:3]
 
@@ -297,3 +297,66 @@ def test_reload_keeps_no_requests_over_other_scales_of_the_cache(daemons, models
 def over_gloo_of(group, model):
     with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
         over_gloo(group, model, sender)
+
+
+def test_aborted_requests_bring_their_tokens_and_can_be_continued(serve, models, seed):
+    rng = random.Random(seed)
+    texts = [text.tolist() for text in prompts(seed, [31, 18, 9, 14])]
+    old, new, _ = models
+    with serve(old.path, 2, max_num_seqs=3) as (group, loaded):
+        watched = Watched(group, loaded)
+        first = group.weights.version.number
+        for number, text in enumerate(texts):  # the last one waits for a row
+            watched.driver.add_request(greedy_request(f"r{number}", text, 30, logprobs=1))
+        while "r0" not in watched.versions or rng.random() < 0.8:
+            watched.step()
+        group.weights.init_transfer_engine(DiskEngine())
+        group.weights.start_update(running="abort")
+        with pytest.raises(WeightsNotWhole):
+            watched.step(8)
+        group.weights.update(TensorList(), DiskSource(model=str(new.path)))
+        group.weights.finish_update()
+        watched.finish()
+        aborted = {name: each for name, each in watched.outputs.items() if name != "r3"}
+        assert aborted.keys() == {"r0", "r1", "r2"}
+        for name, output in aborted.items():
+            text = texts[int(name[1:])]
+            assert output.finish_reason == "abort"
+            assert 0 < len(output.token_ids) < 30
+            assert len(watched.versions[name]) == len(output.token_ids) == len(output.logprobs)
+            assert_as_swapped({first: old}, text, output)
+            # Continued as a request of its own.
+            known = [*text, *output.token_ids]
+            watched.driver.add_request(greedy_request(f"{name}+", known, 5))
+        watched.finish()
+    assert watched.driver.num_failures == 0
+    assert set(watched.admitted.values()) == {1}
+    for name, output in watched.outputs.items():
+        if name == "r3" or name.endswith("+"):
+            known = (
+                texts[3]
+                if name == "r3"
+                else [
+                    *texts[int(name[1])],
+                    *watched.outputs[name[:2]].token_ids,
+                ]
+            )
+            assert output.finish_reason == "length"
+            assert_as_swapped({first + 1: new}, known, output)
+
+
+def test_reload_that_aborts_ends_preempted_requests_too(serve, models, seed):
+    texts = [text.tolist() for text in prompts(seed, [18, 17, 16, 15])]
+    old, new, _ = models
+    with serve(old.path) as (group, loaded):
+        watched = Watched(group, loaded, num_blocks=29)
+        for number, text in enumerate(texts):
+            watched.driver.add_request(greedy_request(f"r{number}", text, 24))
+        while watched.scheduler.num_running == 4 or not watched.versions:
+            watched.step()
+        group.weights.reload(str(new.path), running="abort")
+        watched.finish()
+    assert {each.finish_reason for each in watched.outputs.values()} == {"abort"}
+    for name, output in watched.outputs.items():
+        assert len(watched.versions[name]) == len(output.token_ids) > 0
+        assert_as_swapped({output.weights_versions[0].version: old}, texts[int(name[1])], output)

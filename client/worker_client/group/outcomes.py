@@ -63,6 +63,8 @@ class Failure:
     is_mended: bool = False
     """True if the dead daemon has been replaced."""
     lost: set[str] = field(default_factory=set)
+    aborted: set[str] = field(default_factory=set)
+    """Those of `lost` that are not to be admitted again."""
     futures: "list[StepFuture]" = field(default_factory=list)
 
     @property
@@ -84,12 +86,13 @@ class Failure:
     def take_over(self, older: "Failure") -> None:
         """Report an older failure's losses too, to the holders of its futures."""
         self.lost |= older.lost
+        self.aborted |= older.aborted
         for future in older.futures:
             self.settle(future)
 
     def mended(self, number: int) -> "Failure":
         """Return the part that is still to be reported once the dead daemon is replaced."""
-        left = replace(self, number=number, is_mended=True, lost=set(), futures=[])
+        left = replace(self, number=number, is_mended=True, lost=set(), aborted=set(), futures=[])
         left.take_over(self)
         return left
 
@@ -111,6 +114,7 @@ class Failure:
             message=message,
             remote_traceback=self.traceback,
             lost_req_ids=frozenset(self.lost),
+            aborted_req_ids=frozenset(self.aborted),
         )
         failed.__cause__ = self.error
         return failed
@@ -314,13 +318,15 @@ class StepsInFlight:
         self.lose_rows(reason)
         self.slots.lose_contents()
 
-    def lose_rows(self, reason: str) -> None:
-        """Forget all requests, and have the next step fail so that the scheduler learns of it."""
+    def lose_rows(self, reason: str, *, aborts: bool = False) -> None:
+        """Forget all requests, and have the next step fail so that the scheduler learns of it.
+        aborts: they are not to be admitted again."""
         lost = self.slots.drop_all()
         if lost:
             error = ClientError(reason)
             failure = self._new_failure(error, self.output_rank, ErrorCode.PRECEDED_BY)
             failure.lost |= lost
+            failure.aborted |= lost if aborts else frozenset()
             self._fail_from(0, failure)
 
     def die(self, error: WorkerDaemonError) -> None:

@@ -5,7 +5,7 @@ import contextlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from rpc_schema import lifecycle as lc
 from rpc_schema import weight_transfer as wt
@@ -41,6 +41,9 @@ TRANSFER_SLACK_S: Final = 30.0
 
 MAX_VERSION: Final = 2**63 - 1
 """Largest number of a version."""
+
+RunningRequests: TypeAlias = wt.RunningRows | Literal["abort"]
+"""Treatment of running requests when the weights change: see GroupWeights.start_update."""
 
 ReplyT = TypeVar("ReplyT", bound=StepReply)
 
@@ -120,7 +123,7 @@ class GroupWeights:
         partial: bool = False,
         version: int | None = None,
         target: wt.UpdateTarget = "model",
-        running: wt.RunningRows = "drop",
+        running: RunningRequests = "drop",
     ) -> None:
         """Open an update on every rank, once the steps in flight are over. No step can be sent
         until finish_update() or reload(). Cached prefixes belong to the old weights: `Driver` tells
@@ -135,6 +138,8 @@ class GroupWeights:
             names them. `keep`: they go on with the KV that they have, all ranks with the new
             weights from the same step on. They are held, not lost, if the update fails, until one
             with `keep` is complete. KV that is lost later is computed again by the newest weights.
+            `abort`: they are lost for good (StepFailed.aborted_req_ids): `Driver` returns their
+            outputs with the tokens so far.
 
         Raises:
             ConfigError: the version is not larger than that of every rank, or the model cannot be
@@ -145,8 +150,9 @@ class GroupWeights:
             problem, fix = "requests go on while a draft model is updated", "leave it out"
             raise config_error("running", running, problem, fix)
         number = self._next_version(version, target)
+        rows: wt.RunningRows = "drop"
         if target == "model":
-            self._give_up("a weight update is open", running)
+            rows = self._give_up("a weight update is open", running)
         else:
             self._waiter.wait_for_all()
         try:
@@ -156,7 +162,7 @@ class GroupWeights:
                     partial=partial,
                     version=number,
                     target=target,
-                    running=running,
+                    running=rows,
                     **ids,
                 )
             )
@@ -188,7 +194,7 @@ class GroupWeights:
         return replies
 
     def reload(
-        self, model: str = "", *, version: int | None = None, running: wt.RunningRows = "drop"
+        self, model: str = "", *, version: int | None = None, running: RunningRequests = "drop"
     ) -> list[wt.ReloadWeightsReply]:
         """Read the weights again on every rank, in place, from `model` or from their previous
         source. Completes dirty weights. version, running: as in start_update().
@@ -201,8 +207,8 @@ class GroupWeights:
         """
         version = self._next_version(version)
         before = self._state.weights_cause
-        self._give_up("reload_weights has failed on some rank", running)
-        build = partial(wt.ReloadWeights, model=model, version=version, running=running)
+        rows = self._give_up("reload_weights has failed on some rank", running)
+        build = partial(wt.ReloadWeights, model=model, version=version, running=rows)
         try:
             replies = self._channel.ask(build)
         except WorkerError:
@@ -280,14 +286,16 @@ class GroupWeights:
             raise config_error("version", version, problem, fix)
         return version
 
-    def _give_up(self, cause: str, running: wt.RunningRows) -> None:
+    def _give_up(self, cause: str, running: RunningRequests) -> wt.RunningRows:
         """Mark the weights incomplete, once no step is in flight, and drop all rows unless they are
-        kept: no step may run on weights that are being replaced."""
+        kept: no step may run on weights that are being replaced. Return what ranks do with the
+        rows."""
         self._waiter.wait_for_all()
-        if running == "drop":
-            self._steps.lose_rows("the weights were replaced")
         self._keeps_rows = running == "keep"
+        if not self._keeps_rows:
+            self._steps.lose_rows("the weights were replaced", aborts=running == "abort")
         self._state.apply(given_up(cause))
+        return "keep" if self._keeps_rows else "drop"
 
     def _save(self, build: Callable[..., StepRequest[ReplyT]]) -> list[ReplyT]:
         """Have each rank write, and keep the files if all have succeeded; else remove them, as far

@@ -8,7 +8,7 @@ interface of one.
     driver = Driver(group, LockstepScheduler([Scheduler(limits), Scheduler(limits)]))
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
 from worker_client.errors import config_error
@@ -139,6 +139,13 @@ class LockstepScheduler:
         for place, scheduler in enumerate(self._schedulers):
             own = [parts[place] for parts in steps if parts[place] is not _IDLE]
             scheduler.step_failed(own, lost_req_ids)
+
+    def end_requests(self, req_ids: Collection[str]) -> list[RequestOutput]:
+        """See Scheduler.end_requests."""
+        ended = [each for own in self._schedulers for each in own.end_requests(req_ids)]
+        for request in ended:
+            self._remove(request.req_id)
+        return ended
 
     def _scheduler_of(self, req_id: str) -> Scheduler:
         """Return the scheduler that has a request; any for an unknown one."""

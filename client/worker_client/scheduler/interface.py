@@ -1,7 +1,7 @@
 """The interface between a driver and a scheduler, and the values that they exchange. Requests and
 their outputs are in requests.py, steps in scheduler_output.py."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple, Protocol, runtime_checkable
@@ -91,6 +91,17 @@ class VersionedScheduler(SchedulerInterface, Protocol):
         computed, nor with those of requests that run now, which may fill more of them. Called at
         the driver's start, then with each new version. If the group has dropped the rows of running
         requests, it fails the next step, and step_failed gets their ids; else they go on."""
+
+
+@runtime_checkable
+class EndingScheduler(SchedulerInterface, Protocol):
+    """A scheduler that can end requests with the tokens that they have. With another one, requests
+    that an update aborts end without output."""
+
+    def end_requests(self, req_ids: Collection[str]) -> list[RequestOutput]:
+        """End these requests, which the workers have dropped, and all others that wait and have
+        generated tokens; return their outputs, with the finish reason "abort". Called after
+        step_failed; unknown ids are ignored."""
 
 
 class Jump(NamedTuple):

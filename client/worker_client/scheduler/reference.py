@@ -4,7 +4,7 @@ recompute. Takes the driver's calls, commits steps and processes their results."
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -511,6 +511,17 @@ class Scheduler:
             request.go_on_from_known()
             request.num_drafts_in_flight = 0
             request.forced_in_flight.clear()
+
+    def end_requests(self, req_ids: Collection[str]) -> list[RequestOutput]:
+        """End requests with their tokens so far, and those that wait with some; see
+        EndingScheduler."""
+        ended = [
+            request
+            for request in self._queues.unfinished.values()
+            if request.id in req_ids
+            or not (request.is_running or len(request.tokens) == request.num_prompt_tokens)
+        ]
+        return [self._finish(request, "abort") for request in ended]
 
     def _not_finite(self, request: Request, place: int, num_left: int) -> list[RequestOutput]:
         """Handle a request whose logits for the token at a place are NaN or infinite: no request

@@ -21,6 +21,7 @@ from rpc_schema.errors import (
 from worker_client.errors import (
     config_error,
 )
+from worker_client.group.weights import RunningRequests
 from worker_client.group.weights_state import WeightsVersion
 from worker_client.trainer.broadcast import DTYPE_NAMES, BroadcastChannel, TransferStopped
 from worker_client.trainer.cuda_blocks import locate
@@ -125,7 +126,7 @@ class WeightSender:
         packed_bytes: int = PACKED_BYTES,
         version: int | None = None,
         target: wt.UpdateTarget = "model",
-        running: wt.RunningRows = "drop",
+        running: RunningRequests = "drop",
     ) -> SendReport:
         """Replace the weights of every rank, as one complete update; see GroupWeights.start_update.
 
@@ -173,7 +174,7 @@ class WeightSender:
         format: wt.WeightFormat = "checkpoint",
         packed_bytes: int = PACKED_BYTES,
         version: int | None = None,
-        running: wt.RunningRows = "drop",
+        running: RunningRequests = "drop",
     ) -> SendReport:
         """Replace the weights of every rank, but send only what differs from the last
         send_changes(): single elements, or whole tensors where that takes fewer bytes. The first
