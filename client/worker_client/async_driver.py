@@ -31,6 +31,7 @@ from worker_client.errors import (
     DriverClosed,
     InvalidSchedulerOutput,
     ReplacementFailed,
+    WeightsNotWhole,
 )
 from worker_client.inputs.request_checks import checked_id, validated
 from worker_client.requests import GenerationRequest, Reports, forked, hashed, seeded
@@ -145,6 +146,22 @@ class AsyncDriver:
         future.add_done_callback(self._calls.discard)
         self._loop.call(work, future)
         return await future
+
+    async def pause(self) -> None:
+        """Hold all requests, with their KV, until resume(): see Driver.pause. Returns once no step
+        is in flight on any rank, and their tokens are on their way to the readers. Requests that
+        come meanwhile wait.
+
+        Raises:
+            DriverClosed, WorkerDaemonError: as generate does.
+        """
+        await self.call(lambda driver: driver.pause())
+        while await self.call(lambda driver: driver.num_in_flight):
+            pass  # a step's result is taken between two calls
+
+    async def resume(self) -> None:
+        """Go on where pause() has stopped. Raises as it does."""
+        await self.call(lambda driver: driver.resume())
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
         """Serve a request; yield its tokens as they come. The last value of each sample has its
@@ -433,7 +450,7 @@ class _DriverLoop:
             return updates
         try:
             outputs = driver.step()
-        except DrainingError:
+        except (DrainingError, WeightsNotWhole):
             time.sleep(DRAIN_CHECK_S)
             return updates
         except InvalidSchedulerOutput as refusal:
@@ -483,6 +500,7 @@ class _DriverLoop:
         """End what is unfinished, and let the daemons drop its rows."""
         for sample in self._streams:
             self._abort(driver, sample)
+        driver.resume()
         with contextlib.suppress(WorkerDaemonError):
             for _ in driver.run():
                 pass

@@ -97,6 +97,8 @@ class Driver:
         """The error with which the group refused the unsent step, or a failure that is given up;
         raised once no step is in flight, and no request that has finished is left to return."""
         self._in_a_row = _InARow()
+        self.is_paused = False
+        """True after pause(), until resume()."""
 
     def add_request(self, request: GenerationRequest) -> None:
         """Queue a request, with a random seed if it needs one and has none; with n > 1 its samples
@@ -130,6 +132,16 @@ class Driver:
             raise RequestError("the id is no text", field="id", value=given, fix=fix)
         self._requests.abort(req_id)
 
+    def pause(self) -> None:
+        """Send no step until resume(). Requests stay as they are, with their KV, and new ones wait;
+        deadlines pass. Call step() while num_in_flight is not 0: from then on all ranks have run
+        the same steps, and none runs."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Go on where pause() has stopped."""
+        self.is_paused = False
+
     @property
     def records(self) -> deque[StepTiming]:
         """Times of the last steps."""
@@ -148,13 +160,16 @@ class Driver:
     @property
     def busy(self) -> bool:
         """True while a step is in flight, an error has not been raised, or a request is
-        unfinished."""
+        unfinished. Of a driver that is paused, unfinished requests do not count."""
         if self._steps.in_flight or self._error is not None or self._requests.has_ended:
             return True
+        if self.is_paused:
+            return False
         return self._parts.has_waiting or self.scheduler.has_unfinished_requests()
 
     def run(self) -> Iterator[RequestOutput]:
-        """Step until nothing is left; yield requests as they finish."""
+        """Step until nothing is left, or the driver is paused and no step is in flight; yield
+        requests as they finish."""
         while self.busy:
             yield from self.step()
         for _ in range(MAX_CONSECUTIVE_FAILURES):
@@ -197,6 +212,8 @@ class Driver:
             self._take_oldest()
         elif not self._requests.has_ended:
             self._raise_error()
+            if self.is_paused:
+                return []
             if not self._parts.wait() and self.scheduler.has_unfinished_requests():
                 raise SchedulerStalled(
                     "the scheduler has unfinished requests, but no step for them, and none is in "
@@ -222,6 +239,8 @@ class Driver:
 
     def _fill(self) -> None:
         """Send steps while the group takes some and the scheduler has some."""
+        if self.is_paused:
+            return
         steps, parts = self._steps, self._parts
         for prepare in parts.prepare:
             prepare()

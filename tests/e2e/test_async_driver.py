@@ -503,3 +503,81 @@ def test_a_daemon_that_is_killed(model_root, model, prompts, replaces):
         else:
             assert all(isinstance(each, (WorkerDied, tuple)) for each in [*found, last])
             assert isinstance(last, WorkerDied)
+
+
+async def paused_after(driver, pace):
+    """Pause a driver while its requests are unfinished."""
+    await pace.held()
+    pausing = asyncio.ensure_future(driver.pause())
+    await asyncio.sleep(0)
+    pace.go_on()
+    await pausing
+
+
+def test_pause_holds_requests_on_all_ranks_until_they_go_on(opened, model, prompts):
+    """The same tokens as without: of requests that run, of one that comes meanwhile, and over an
+    update to equal weights that keeps them."""
+    first, late = greedy(prompts[:3]), greedy_request("late", prompts[3], MAX_TOKENS)
+    pace = Pace(6)
+    opened.before_step = pace.before_step
+
+    async def main():
+        async with AsyncDriver(opened) as driver:
+
+            async def steps():
+                statuses = await driver.call(lambda inner: inner.group.get_status())
+                return [status.last_seq for status in statuses]
+
+            running = [asyncio.ensure_future(collect(driver, each)) for each in first]
+            await paused_after(driver, pace)
+            before = await steps()
+            running.append(asyncio.ensure_future(collect(driver, late)))
+            await asyncio.sleep(0.3)
+            assert opened.driver.is_paused and not opened.driver.num_in_flight
+            assert not any(each.done() for each in running)
+            assert before == await steps() == before[:1] * 2
+            await driver.call(lambda inner: inner.group.weights.reload(running="keep"))
+            await driver.resume()
+            return [await each for each in running]
+
+    outputs = {name: each for found, _ in asyncio.run(main()) for name, each in found.items()}
+    for request in (*first, late):
+        found = outputs[request.id]
+        assert found.token_ids == model.greedy(request.prompt.tolist(), MAX_TOKENS)
+        assert len(found.weights_versions) == (1 if request is late else 2)
+    assert opened.driver.num_failures == 0
+
+
+def test_driver_that_is_closed_while_paused_ends_its_requests(opened, prompts):
+    pace = Pace(6)
+    opened.before_step = pace.before_step
+
+    async def main():
+        async with AsyncDriver(opened) as driver:
+            running = asyncio.ensure_future(collect(driver, greedy(prompts)[0]))
+            await paused_after(driver, pace)
+        with pytest.raises(DriverClosed):
+            await running
+
+    asyncio.run(main())
+    with connect(opened.endpoints, opened.config, reload=False) as (group, _):
+        assert [status.num_requests for status in group.get_status()] == [0, 0]
+
+
+def test_requests_are_held_while_the_weights_are_not_whole(opened, model, prompts):
+    pace = Pace(6)
+    opened.before_step = pace.before_step
+
+    async def main():
+        async with AsyncDriver(opened) as driver:
+            running = asyncio.ensure_future(collect(driver, greedy(prompts)[0]))
+            await paused_after(driver, pace)
+            await driver.call(lambda inner: inner.group.weights.start_update(running="keep"))
+            await driver.resume()
+            await asyncio.sleep(0.3)
+            assert driver.error is None and not running.done()
+            await driver.call(lambda inner: inner.group.weights.reload(running="keep"))
+            return await running
+
+    outputs, _ = asyncio.run(main())
+    assert outputs["r0"].token_ids == model.greedy(prompts[0].tolist(), MAX_TOKENS)

@@ -634,6 +634,41 @@ def test_requests_that_run_are_not_lost(service):
     assert completed(service, COUNTING)
 
 
+def test_administrators_pause_requests_that_run(service, model):
+    """They go on with the same tokens, over a reload of the same weights too, or end with those
+    that they have."""
+    body = {"prompt": COUNTING, "max_tokens": 150, "ignore_eos": True, "temperature": 0}
+    expected = service.ok("/v1/completions", body)["choices"][0]["text"]
+    assert [service.post(path).status_code for path in ("/pause", "/resume")] == [401, 401]
+    assert service.get("/is_paused").status_code == 401
+    wrong = service.post("/update_weights", {"running": "wait"}, **ADMIN)
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "running")
+
+    async def main(client, running):
+        text = asyncio.ensure_future(client.post("/v1/completions", json=body))
+        while not service.context.admission.num_taken:
+            await asyncio.sleep(0)
+        assert (await client.post("/pause", **ADMIN)).json() == {"is_paused": True}
+        fields = {"path": str(model), "running": running}
+        updated = await client.post("/update_weights", json=fields, **ADMIN)
+        assert updated.status_code == 200, updated.text
+        late = asyncio.ensure_future(client.post("/v1/completions", json=body | {"max_tokens": 3}))
+        await asyncio.sleep(0.2)
+        assert not text.done() and not late.done()
+        assert (await client.get("/is_paused", **ADMIN)).json() == {"is_paused": True}
+        assert (await client.post("/resume", **ADMIN)).json() == {"is_paused": False}
+        return [(await each).json()["choices"][0] for each in (text, late)]
+
+    kept, late = service.run(lambda client: main(client, "keep"))
+    assert (kept["finish_reason"], kept["text"]) == ("length", expected)
+    assert expected.startswith(late["text"])
+    aborted, late = service.run(lambda client: main(client, "abort"))
+    assert expected.startswith(aborted["text"])
+    assert late["finish_reason"] == "length"
+    # Without a token by then, it has waited for the new weights.
+    assert aborted["finish_reason"] == ("abort" if aborted["text"] != expected else "length")
+
+
 def test_scores_of_a_cross_encoder(daemons, checkpoint):
     reference = checkpoint("BertForSequenceClassification", num_labels=1, seed=4)
     write_tokenizer(reference.path, "Bert")

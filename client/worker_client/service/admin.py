@@ -1,4 +1,4 @@
-"""Endpoints for administrators: LoRA adapters, sleep mode, new weights. Each takes an
+"""Endpoints for administrators: LoRA adapters, sleep mode, pauses, new weights. Each takes an
 administrator's key. What would lose requests is refused while some run, and none is taken before it
 is over and the group can serve again."""
 
@@ -17,6 +17,7 @@ from rpc_schema.errors import CapacityError, ConfigError, StateError, WorkerErro
 from rpc_schema.lifecycle import MemoryTag, SleepLevel, Status
 from worker_client.driver import Driver
 from worker_client.errors import RequestError, request_error
+from worker_client.group.weights import RunningRequests
 from worker_client.scheduler import Scheduler
 from worker_client.service.context import ServiceContext
 from worker_client.service.errors import RETRY_AFTER, HttpError, unavailable
@@ -27,6 +28,7 @@ from worker_client.service.streaming import JsonObject
 SLEEPS: Final = "the group sleeps; fix: POST /wake_up"
 NOT_WHOLE: Final = "the group's weights are not whole; fix: POST /update_weights"
 _TAGS: Final[tuple[MemoryTag, ...]] = get_args(MemoryTag)
+_RUNNING: Final[tuple[RunningRequests, ...]] = ("keep", "abort", "drop")
 _UNMAPPED: Final = ("asleep", "discarded")
 Version = Annotated[int, Meta(ge=0)]
 T = TypeVar("T")
@@ -37,6 +39,8 @@ def admin_router(context: ServiceContext) -> APIRouter:
     router = APIRouter()
     engine, settings = context.engine, context.settings
     admin = _Admin(context)
+    _add_pauses(router, context)
+    _add_weights(router, context, admin)
 
     @router.post("/v1/load_lora_adapter")
     async def load_lora_adapter(http: Request) -> Response:
@@ -89,22 +93,52 @@ def admin_router(context: ServiceContext) -> APIRouter:
         context.access.check_admin(http)
         return _json({"is_sleeping": await engine.call(_sleeps)})
 
+    return router
+
+
+def _add_pauses(router: APIRouter, context: ServiceContext) -> None:
+    """Add the endpoints that hold all requests, and let them go on."""
+    engine = context.engine
+
+    @router.post("/pause")
+    async def pause(http: Request) -> Response:
+        context.access.check_admin(http)
+        await engine.driver.pause()
+        return _json({"is_paused": True})
+
+    @router.post("/resume")
+    async def resume(http: Request) -> Response:
+        context.access.check_admin(http)
+        await engine.driver.resume()
+        return _json({"is_paused": False})
+
+    @router.get("/is_paused")
+    async def is_paused(http: Request) -> Response:
+        context.access.check_admin(http)
+        return _json({"is_paused": await engine.call(lambda driver: driver.is_paused)})
+
+
+def _add_weights(router: APIRouter, context: ServiceContext, admin: "_Admin") -> None:
+    """Add the endpoint for new weights."""
+    settings = context.settings
+
     @router.post("/update_weights")
     async def update_weights(http: Request) -> Response:
         context.access.check_admin(http)
         fields = await read_body(http, settings)
         path: str = fields.take("path", str, "")
         version: int | None = fields.take("version", Version, None)
-        fields.check_empty(("path", "version"))
+        running: str | None = fields.take("running", str, None)
+        fields.check_empty(("path", "version", "running"))
+        kept = None if running is None else _running(running)
 
         def reload(driver: Driver) -> JsonObject:
-            driver.group.weights.reload(path, version=version)
+            driver.group.weights.reload(path, version=version, running=kept or "drop")
             found = driver.group.weights.version
             return {"version": None if found is None else found.number}
 
-        return _json(await admin.alone("the weights are updated", reload, "path"))
-
-    return router
+        what, beside = "the weights are updated", kept is not None
+        return _json(await admin.alone(what, reload, "path", beside=beside))
 
 
 class _Admin:
@@ -116,25 +150,32 @@ class _Admin:
         self._reason = ""
         """Why this object has closed the admission; empty: it has not."""
 
-    async def alone(self, what: str, work: Callable[[Driver], T], param: str | None = None) -> T:
+    async def alone(
+        self,
+        what: str,
+        work: Callable[[Driver], T],
+        param: str | None = None,
+        *,
+        beside: bool = False,
+    ) -> T:
         """Do something with the driver. what: the reason that requests get meanwhile. param: field
-        that daemons may refuse.
+        that daemons may refuse. beside: requests that run do not matter.
 
         Raises:
             HttpError: requests run (409), the server is shutting down (503), or the daemons refuse
                 it or fail.
             ClientConfigError: the driver refuses it.
         """
-        async with self._lock, self._without_requests(what):
+        async with self._lock, self._without_requests(what, beside=beside):
             with _refusals(param):
                 return await self._context.engine.call(work)
 
     @contextlib.asynccontextmanager
-    async def _without_requests(self, what: str) -> AsyncIterator[None]:
+    async def _without_requests(self, what: str, *, beside: bool) -> AsyncIterator[None]:
         admission = self._context.admission
         if admission.closed != self._reason:
             raise unavailable(admission.closed)
-        if admission.num_taken:
+        if admission.num_taken and not beside:
             message = f"{admission.num_taken} requests run; fix: send it again when none runs"
             raise HttpError(409, message, code="busy", headers=dict([RETRY_AFTER]))
         self._close(what)
@@ -217,6 +258,14 @@ def _take_path(fields: BodyFields, name: str, root: Path | None) -> str:
         return str(path.relative_to(root.absolute()))
     fix = "give its path from the daemons' --lora-root on"
     raise request_error("lora_path", given, "the path is not below --lora-root", fix)
+
+
+def _running(given: str) -> RunningRequests:
+    chosen = next((each for each in _RUNNING if each == given), None)
+    if chosen is None:
+        fix = f"use {' or '.join(_RUNNING)}, or leave it out to wait until no request runs"
+        raise request_error("running", given, "the value is not allowed", fix)
+    return chosen
 
 
 def _level(given: str) -> SleepLevel:
