@@ -237,9 +237,9 @@ def test_next_driver_goes_on_with_requests_that_were_kept(serve, models, seed):
                 assert all(each.earlier_versions for each in adopted) is not is_last
                 assert next_one.scheduler.adopt_requests(adopted) == []
                 if not is_last:
-                    # Its blocks are nobody else's, though they are in its own prefix cache's pool.
+                    # Nobody else begins with the blocks of an adopted request that was kept.
                     text = texts[0].tolist()
-                    next_one.driver.add_request(greedy_request("copy", text, 4))
+                    next_one.driver.add_request(greedy_request("copy", text, 20))
                     next_one.step(rng.randrange(2, 6))
                     while next_one.driver.num_in_flight:
                         next_one.driver._take_oldest()
@@ -249,6 +249,45 @@ def test_next_driver_goes_on_with_requests_that_were_kept(serve, models, seed):
     for number, text in enumerate(texts):
         assert_as_swapped(model_of, text, outputs[f"r{number}"])
         assert [run.version for run in outputs[f"r{number}"].weights_versions] == [*model_of]
+    assert outputs["copy"].num_cached_tokens == 0
+    assert_as_swapped(model_of, texts[0], outputs["copy"])
+
+
+def test_rank_that_dies_takes_the_kv_but_no_request(serve, daemons, models, seed):
+    """Its successor has the old weights: requests are held until a reload, then computed again by
+    the new ones, and every token has the version that results said."""
+    rng = random.Random(seed)
+    old, new, _ = models
+    texts = prompts(seed, [26, 11])
+    with serve(old.path, 2) as (group, loaded):
+        watched = Watched(group, loaded)
+
+        def recover(died):
+            daemons.restart_dead()
+            group.replace(died.rank)
+
+        watched.driver = Driver(group, watched.scheduler, watched._listen, recover=recover)
+        for number, text in enumerate(texts):
+            watched.driver.add_request(greedy_request(f"r{number}", text.tolist(), 40))
+        watched.step(rng.randrange(3, 7))
+        group.weights.reload(str(new.path), running="keep")
+        watched.step(rng.randrange(3, 7))
+        daemons.kill(rng.randrange(2))
+        with pytest.raises(WeightsNotWhole):
+            watched.step(40)
+        group.weights.reload(str(new.path), running="keep")
+        last = group.weights.version.number
+        watched.finish()
+    for number, text in enumerate(texts):
+        output = watched.outputs[f"r{number}"]
+        assert len(output.token_ids) == 40
+        assert watched.versions[output.req_id][:40] == versions_of(output)
+        assert len(output.weights_versions) == 3
+        known = [*text.tolist(), *output.token_ids]
+        expected = new.logprobs(known)
+        for place in range(len(known) - output.weights_versions[-1].num_tokens, len(known)):
+            best = expected[place - 1].max()
+            assert expected[place - 1][known[place]] > best - CLOSE, (last, place)
 
 
 def test_kept_requests_that_lose_their_kv_are_computed_again(serve, models, seed):
