@@ -330,12 +330,11 @@ class ModelRunner:
         state, seq = self.state, request.step_seq
         step_values = state.parts.check_step(request.extensions, arrays, state.limits)
         slots, left = state.take_unsampled(seq, request.slots, step_values)
-        deferred = self._unsampled.get(seq)
+        identity = self._identify(request)
+        if seq in self._unsampled:
+            identity = identity._replace(weights_version=self._unsampled[seq].weights_version)
         try:
             take = partial(self._take_deferred, seq, slots, left, step_values)
-            identity = self._identify(request)
-            if deferred is not None:
-                identity = identity._replace(weights_version=deferred.weights_version)
             reply = self._stage.sample_later(slots, take, identity)
         except Exception as error:
             raise_caused(self._failure(request.seq, error), error)

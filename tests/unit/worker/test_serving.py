@@ -186,7 +186,7 @@ def test_rows_that_are_sampled_in_parts_hold_the_logits_of_those_that_are_left(
     new = [(slot, text, GREEDY) for slot, text in enumerate(texts)]
     serving.execute({slot: len(text) for slot, text in enumerate(texts)}, new, defer=True)
     step_seq, waiting = serving.seq, serving.worker._serving.runner._unsampled
-    whole, are_gone = weakref.ref(waiting[step_seq].chosen.logits), []
+    whole, are_gone = weakref.ref(waiting[step_seq].rows.chosen.logits), []
     sample = StepSampler.sample
 
     def noting(sampler, rows):
@@ -197,7 +197,7 @@ def test_rows_that_are_sampled_in_parts_hold_the_logits_of_those_that_are_left(
     serving.execute({}, finished=[1])
     masks = dict.fromkeys((0, 1), np.arange(151) % 3 == 0)
     assert list(serving.sample(step_seq, masks, slots=(0, 1))) == [0]
-    assert waiting[step_seq].chosen.logits.shape[0] == 2
+    assert waiting[step_seq].rows.chosen.logits.shape[0] == 2
     masks = dict.fromkeys((2, 3), np.arange(151) % 3 == 0)
     assert sorted(serving.sample(step_seq, masks)) == [2, 3]
     assert (are_gone, list(waiting)) == ([True, True], [])

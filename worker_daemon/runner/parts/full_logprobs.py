@@ -22,7 +22,7 @@ from worker_daemon.runner.parts.interface import Chosen, PartContext, Report, St
 from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.sample.logprobs import token_logprobs
 
-_MAX_LOGITS: Final = 1 << 22
+_MAX_LOGITS: Final = 1 << 20
 """Bound on the logits that are processed at a time, since the filters sort them."""
 _BYTES_PER_LOGIT: Final = 64
 """Memory of the filters: copies in float32, their sort, and int64 weights with their sums."""

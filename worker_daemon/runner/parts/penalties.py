@@ -31,7 +31,7 @@ _IN_PROMPT: Final = -(2**15)
 """Sign bit of a count: the token is in the prompt."""
 _ONE_IN_PROMPT: Final = 1 << 32
 """Stands for an occurrence in the prompt, in counts of both."""
-_MAX_ENTRIES: Final = 1 << 22
+_MAX_ENTRIES: Final = 1 << 20
 """Bound on the entries of tables that are made for earlier positions of rows at a time."""
 _ENTRY_BYTES: Final = 32
 """Memory of such an entry: counts in int64 and their copies, and the scores."""
