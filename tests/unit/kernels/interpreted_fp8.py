@@ -216,7 +216,8 @@ def test_rows_by_the_largest_given_scale() -> None:
     values, scale = fp8_rows(x, form, pdl=False)
     assert torch.equal(scale, torch.full((3,), 0.02))
     assert_rounded(values, (x / 0.02).clamp(-448, 448))
-    saturated, _ = fp8_rows(x.sign() * (1 + x.abs()) * 1e6, RowForm(1, torch.tensor([0.02])), pdl=False)
+    large = x.sign() * (1 + x.abs()) * 1e6
+    saturated, _ = fp8_rows(large, RowForm(1, torch.tensor([0.02])), pdl=False)
     assert (saturated.float().abs() >= 384).all()
 
 
