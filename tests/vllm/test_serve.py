@@ -488,12 +488,8 @@ def test_second_server_is_refused_in_its_last_line(alive, daemons, root):
 
 SETTINGS = {
     "quantization_config": {"quantization": "fp8_per_block", "dtype": "bfloat16"},
-    "speculative_config": {
-        "speculative_config": {
-            "method": "ngram",
-            "num_speculative_tokens": 3,
-            "prompt_lookup_max": 3,
-        }
+    "speculative_config.num_speculative_tokens": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 32}
     },
     "cache_dtype": {"kv_cache_dtype": "fp8_e5m2"},
     "data_parallel_size": {"data_parallel_size": 2},
