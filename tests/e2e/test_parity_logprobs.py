@@ -14,11 +14,10 @@ from transformers import (
 from tests.support.checkpoints import VOCAB_SIZE, prompts
 from tests.support.every_draft import every_draft
 from tests.support.exhaustive import exhaustively
-from tests.support.serving import LONG_LEASE, generate, greedy_request, scheduler_limits
+from tests.support.serving import continue_one, generate, greedy_request, scheduler_limits
 from tests.support.token_rules import RuleProcessor, random_params
 from worker_client.driver import Driver
 from worker_client.requests import GenerationRequest, SamplingParams
-from worker_client.worker_group import WorkerGroup
 
 ATOL = 1e-4
 WANTED = [None, 0, 1, 5, 20, None, 5, 0]
@@ -116,17 +115,7 @@ def test_prompt_logprobs_are_reported_again_to_an_adopting_driver(serve, referen
         driver = Driver(group, every_draft(limits))
         driver.add_request(request)
         driver.step()
-    for num_steps in (6, 0):
-        with WorkerGroup(serve.pool.endpoints(2), config.parallel, lease=LONG_LEASE) as group:
-            group.attach(keep_requests=True)
-            group.prepare(config)
-            scheduler = every_draft(limits)
-            assert not scheduler.adopt_requests(group.adopt_requests())
-            driver = Driver(group, scheduler)
-            outputs = [output for _ in range(num_steps) for output in driver.step()]
-            if not num_steps:
-                outputs += driver.run()
-    (output,) = outputs
+    output = continue_one(serve.pool.endpoints(2), limits, config, 6)
     for row, token, ours in zip(exact, prompt[1:], output.prompt_logprobs[1:], strict=False):
         check_row(row, token, 1, ours)
     assert len(output.prompt_logprobs) == len(prompt)

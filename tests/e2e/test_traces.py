@@ -12,13 +12,12 @@ from tests.support.checkpoints import VOCAB_SIZE, prompts
 from tests.support.every_draft import every_draft
 from tests.support.exhaustive import exhaustively
 from tests.support.installed_processors import NAMES
-from tests.support.serving import LONG_LEASE, generate, scheduler_limits
+from tests.support.serving import continue_one, generate, scheduler_limits
 from tests.support.token_rules import random_params
 from worker_client.driver import Driver
 from worker_client.errors import RequestError
 from worker_client.requests import GenerationRequest, SamplingParams, VersionRun
 from worker_client.scheduler import Scheduler, SchedulerLimits
-from worker_client.worker_group import WorkerGroup
 
 MAX_TOKENS = 30
 SAME = 1e-5
@@ -171,17 +170,7 @@ def test_an_adopting_driver_reports_the_whole_trace(serve, reference, rng):
         driver = Driver(group, every_draft(limits))
         driver.add_request(replace(trace, prompt=[*request.prompt]))
         driver.step()
-    for num_steps in (4, 0):
-        with WorkerGroup(serve.pool.endpoints(2), config.parallel, lease=LONG_LEASE) as group:
-            group.attach(keep_requests=True)
-            group.prepare(config)
-            scheduler = every_draft(limits)
-            assert not scheduler.adopt_requests(group.adopt_requests())
-            driver = Driver(group, scheduler)
-            ended = [each for _ in range(num_steps) for each in driver.step()]
-            if not num_steps:
-                ended += driver.run()
-    (found,) = ended
+    found = continue_one(serve.pool.endpoints(2), limits, config, 4)
     assert found.token_ids == output.token_ids
     assert_both(found.full_logprobs, output.full_logprobs, trace)
 

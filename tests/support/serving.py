@@ -340,6 +340,25 @@ def generate(
     return Run(outputs, driver, counting.most_in_flight)
 
 
+def continue_one(
+    endpoints: Sequence[str], limits: SchedulerLimits, config: WorkerConfig, num_steps: int
+) -> RequestOutput:
+    """Return the output of the one request that a driver has left: the next one adopts it, runs so
+    many steps and leaves it too, and the one after that ends it."""
+    ended: list[RequestOutput] = []
+    for count in (num_steps, 0):
+        with WorkerGroup(endpoints, config.parallel, lease=LONG_LEASE) as group:
+            group.attach(keep_requests=True)
+            group.prepare(config)
+            scheduler = every_draft(limits)
+            assert not scheduler.adopt_requests(group.adopt_requests())
+            driver = Driver(group, scheduler)
+            ended += [output for _ in range(count) for output in driver.step()]
+            ended += driver.run() if not count else ()
+    (output,) = ended
+    return output
+
+
 def greedy_request(
     req_id: str, prompt: Sequence[int], max_tokens: int, **fields: object
 ) -> GenerationRequest:

@@ -50,9 +50,8 @@ class Fp8Parameters(NamedTuple):
         return required if self.input_scale is None else (*required, self.input_scale)
 
 
-class QuantizingParameter(Parameter):
-    """A matrix in FP8 that quantizes values in other dtypes, of an unquantized checkpoint or an
-    update: each row by its largest value, so that rows can arrive in any order and number."""
+class ScaledParameter(Parameter):
+    """A matrix in FP8 whose scales are computed with it from values in other dtypes."""
 
     def __init__(
         self,
@@ -63,9 +62,15 @@ class QuantizingParameter(Parameter):
         name: str,
         device: torch.device,
     ) -> None:
-        """scale: float32 [M], which write() fills too."""
+        """scale: float32, in the shape that the subclass says."""
         super().__init__(shape, pieces, name=name, dtype=FP8, device=device)
         self._scale = scale
+
+
+class QuantizingParameter(ScaledParameter):
+    """A matrix in FP8 that quantizes values in other dtypes, of an unquantized checkpoint or an
+    update: each row by its largest value, so that rows can arrive in any order and number. write()
+    fills the scale too, float32 [M]."""
 
     def write(self, region: tuple[slice, ...], values: Tensor) -> None:
         """Copy values in FP8; quantize others, which must be complete rows of this rank: region
@@ -81,21 +86,9 @@ class QuantizingParameter(Parameter):
             quantize_rows(values[rows].to(target.device), target[rows], scale[rows])
 
 
-class BlockParameter(Parameter):
-    """A matrix in FP8 with a scale for each block of 128 x 128 values."""
-
-    def __init__(
-        self,
-        shape: tuple[int, int],
-        pieces: Sequence[Piece],
-        scale: Parameter,
-        *,
-        name: str,
-        device: torch.device,
-    ) -> None:
-        """scale: float32 [ceil(M / 128), ceil(K / 128)]."""
-        super().__init__(shape, pieces, name=name, dtype=FP8, device=device)
-        self._scale = scale
+class BlockParameter(ScaledParameter):
+    """A matrix in FP8 with a scale for each block of 128 x 128 values: float32 [ceil(M / 128),
+    ceil(K / 128)]."""
 
     def quantizer(self) -> RowQuantizer:
         """See Parameter."""

@@ -236,8 +236,8 @@ class DraftLengths:
         return {request.id: n for request, n in zip(requests, counts.tolist(), strict=True) if n}
 
     def _rests(self, requests: Sequence[Request]) -> bool:
-        """Return True if drafts have not paid lately, no request has certain ones, and it is not
-        yet time to find out whether they would pay now."""
+        """Return True if the device's drafts have not paid lately, no request has drafts that the
+        driver brings, and it is not yet time to find out whether the device's would pay now."""
         if self.asks or self._num_choices + 1 - self._last_probe >= PROBE_EVERY:
             return False
         if any(request.num_expected for request in requests):
