@@ -272,6 +272,8 @@ def test_rank_that_dies_takes_the_kv_but_no_request(serve, daemons, models, seed
         watched.step(rng.randrange(3, 7))
         group.weights.reload(str(new.path), running="keep")
         watched.step(rng.randrange(3, 7))
+        while any(len(set(watched.versions[f"r{each}"])) < 2 for each in range(len(texts))):
+            watched.step()
         daemons.kill(rng.randrange(2))
         with pytest.raises(WeightsNotWhole):
             watched.step(40)
