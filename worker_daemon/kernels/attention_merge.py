@@ -57,13 +57,15 @@ def launch_merge_splits(
     partial_out: torch.Tensor,
     partial_lse: torch.Tensor,
     batch: AttentionMetadata,
+    queries: int,
     num_splits: int,
     pdl: bool,
 ) -> None:
     """Set the row of each query in out [N, Hq, D], and in lse [N, Hq] if given, to the merge of its
     splits: partial_out [N, Hq, num_splits, D] and partial_lse [N, Hq, num_splits], flat, fp32,
-    in log2 units; NO_SCORE marks a split without keys."""
-    starts, chunk, queries = batch.query_start_loc, _MOST_AT_ONCE, batch.max_query_len
+    in log2 units; NO_SCORE marks a split without keys. No sequence has more queries than
+    `queries`."""
+    starts, chunk = batch.query_start_loc, _MOST_AT_ONCE
     num_rows = batch.num_seqs * queries
     _launch(out, lse, partial_out, partial_lse, starts, num_rows, num_splits, chunk, pdl, queries)
 
@@ -80,8 +82,8 @@ def _launch(
     pdl: bool,
     queries: int = 1,
 ) -> None:
-    """Launch one program per (row, head). Rows are decodes, as many of each sequence as the longest
-    has queries; or tokens."""
+    """Launch one program per (row, head). Rows are decodes, `queries` of each sequence; or
+    tokens."""
     num_q_heads, head_dim = out.shape[1:]
     block_d = padded_head_dim(head_dim)
     warps = next_power_of_two(max(1, chunk * block_d // _ELEMENTS_PER_WARP))

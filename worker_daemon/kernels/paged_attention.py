@@ -17,7 +17,12 @@ from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.kernels.attention_merge import merge_parts
 from worker_daemon.kernels.launch import has_dependent_launch
-from worker_daemon.kernels.paged_decode import launch_decode, plan_decode, rotate_and_attend
+from worker_daemon.kernels.paged_decode import (
+    MAX_DECODE_ROWS,
+    launch_decode,
+    plan_decode,
+    rotate_and_attend,
+)
 from worker_daemon.kernels.paged_prefill import launch_prefill
 from worker_daemon.kernels.scores import Scoring
 from worker_daemon.kernels.tiles import (
@@ -30,8 +35,6 @@ from worker_daemon.kernels.tiles import (
 )
 
 MAX_DECODE_QUERIES = 16
-MAX_DECODE_ROWS = 64
-"""Rows of a tile: more would leave few keys in shared memory."""
 
 
 class TritonAttention:

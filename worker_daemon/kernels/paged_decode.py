@@ -49,6 +49,9 @@ from worker_daemon.kernels.tiles import (
     run_at_once,
 )
 
+MAX_DECODE_ROWS = 64
+"""Rows of a tile: more would leave few keys in shared memory."""
+
 
 def rotate_and_attend(
     qkv: torch.Tensor,
@@ -119,6 +122,8 @@ class DecodePlan(NamedTuple):
 
     num_splits: int
     tile: Tile
+    queries: int
+    """Query tokens for which a program has rows: those of the longest sequence, or more."""
     are_few: bool
     """All programs run at the same time: those that rotate prefetch their first keys and values,
     and may hold them in registers (HOLDS)."""
@@ -137,6 +142,8 @@ def plan_decode(
     _, num_q_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[3]
     group_size = num_q_heads // num_kv_heads
+    most_rows = MAX_DECODE_ROWS if tile is None else min(tile.block_m, MAX_DECODE_ROWS)
+    queries = padded_queries(batch.max_query_len, most_rows // group_size)
     if num_splits is None:
         num_splits = choose_num_splits(
             batch.num_seqs,
@@ -150,10 +157,17 @@ def plan_decode(
     if tile is None:
         most_keys = batch.max_seq_len if window is None else min(batch.max_seq_len, window)
         most_keys = triton.cdiv(most_keys, num_splits)
-        sizes = num_programs, most_keys, group_size * batch.max_query_len, head_dim
+        sizes = num_programs, most_keys, group_size * queries, head_dim
         tile = decode_tile(*sizes, q.dtype, limits, is_split=num_splits > 1)
-    assert tile.block_m >= group_size * batch.max_query_len, "a tile holds a sequence's queries"
-    return DecodePlan(num_splits, tile, run_at_once(num_programs, limits))
+    assert tile.block_m >= group_size * queries, "a tile holds a sequence's queries"
+    return DecodePlan(num_splits, tile, queries, run_at_once(num_programs, limits))
+
+
+def padded_queries(num_queries: int, most: int) -> int:
+    """Return a number of queries, at least num_queries, for which a kernel is compiled: a power of
+    two, or the most for which a tile has rows."""
+    power: int = triton.next_power_of_2(num_queries)
+    return max(num_queries, min(power, most))
 
 
 class Turning(NamedTuple):
@@ -184,9 +198,8 @@ def launch_decode(
     rotated and stored."""
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[3]
-    num_splits, tile, are_few = plan
-    queries = batch.max_query_len
-    num_queries = batch.num_seqs * queries
+    num_splits, tile, queries, are_few = plan
+    num_queries = batch.num_seqs * batch.max_query_len
     if num_splits > 1 and workspace is None:
         elements = workspace_elements(num_queries, num_q_heads, head_dim, num_splits)
         workspace = torch.empty(elements, dtype=torch.float32, device=q.device)
@@ -253,7 +266,7 @@ def launch_decode(
         **launch_options(pdl),
     )
     if num_splits > 1:
-        launch_merge_splits(out, lse, partial_out, partial_lse, batch, num_splits, pdl)
+        launch_merge_splits(out, lse, partial_out, partial_lse, batch, queries, num_splits, pdl)
 
 
 @triton.jit

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.paged_reference import Shape
+from tests.support.attention_steps import layer_of
 from tests.support.model_attention import MODEL_ATTENTION
 from tests.support.model_configs import MODEL_CONFIGS
 from worker_daemon.contracts.attention import AttentionMetadata
@@ -107,15 +109,11 @@ def stages_of(config: DecoderConfig, backend: PromptAttention) -> dict[Attention
     }  # fmt: skip
 
 
-def run(stage: DecoderStage, hidden_size: int, lengths: Sequence[tuple[int, int]]) -> None:
-    """Run a step of sequences of (query_len, seq_len)."""
+def batch_of(lengths: Sequence[tuple[int, int]]) -> AttentionMetadata:
+    """Return the metadata of sequences of (query_len, seq_len)."""
     query_lens, seq_lens = (np.array(column, np.int32) for column in zip(*lengths, strict=True))
     num_tokens, num_seqs = int(query_lens.sum()), len(lengths)
-
-    def column(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=META)
-
-    metadata = AttentionMetadata(
+    return AttentionMetadata(
         query_start_loc=column(num_seqs + 1),
         seq_lens=column(num_seqs),
         seq_order=column(num_seqs),
@@ -128,6 +126,16 @@ def run(stage: DecoderStage, hidden_size: int, lengths: Sequence[tuple[int, int]
         query_lens_np=query_lens,
         seq_lens_np=seq_lens,
     )
+
+
+def column(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int32, device=META)
+
+
+def run(stage: DecoderStage, hidden_size: int, lengths: Sequence[tuple[int, int]]) -> None:
+    """Run a step of sequences of (query_len, seq_len)."""
+    metadata = batch_of(lengths)
+    num_tokens = metadata.slot_mapping.shape[0]
     (spec,) = stage.kv_layer_specs
     cache_shape = (600, 2, 16, spec.num_kv_heads, spec.head_dim)
     hidden, cache = (
@@ -185,6 +193,30 @@ def test_every_launch_has_the_options_of_its_layer(name: str, recorder: Recorder
             recorder.launches.clear()
             run(stage, config.hidden_size, lengths)
             check_step(spec, step, lengths, recorder.launches)
+
+
+@pytest.mark.parametrize("group_size", [2, 4, 5])
+def test_few_kernels_serve_steps_of_few_queries(group_size: int, recorder: Recorder) -> None:
+    """Whatever the longest sequence of a step is, a step of a power of two has compiled its
+    kernels; or one of as many queries as a tile has rows for."""
+    attention, shape = TritonAttention(META), (600, 2, 16, 2, 64)
+    layer = layer_of(Shape(2 * group_size, 2, 64), None)
+    cache = torch.empty(shape, dtype=torch.bfloat16, device=META)
+    most = min(16, 64 // group_size)
+    compiled = dict[int, set[object]]()
+    for num_queries in range(2, most + 1):
+        recorder.launches.clear()
+        q = torch.empty((3 * num_queries, 2 * group_size, 64), dtype=torch.bfloat16, device=META)
+        attention.attend(q, cache, layer, batch_of([(num_queries, 3000)] * 3))
+        assert [launch.kernel for launch in recorder.launches] == [
+            "_decode_kernel", "_merge_parts_kernel"
+        ]  # fmt: skip
+        options = [
+            tuple(sorted((name, each) for name, each in launch.arguments.items() if name.isupper()))
+            for launch in recorder.launches
+        ]
+        compiled.setdefault(1 << (num_queries - 1).bit_length(), set()).add(tuple(options))
+    assert [len(variants) for variants in compiled.values()] == [1] * len(compiled)
 
 
 def check_step(
