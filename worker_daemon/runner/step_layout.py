@@ -338,13 +338,15 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 def largest_shape(limits: StepLimits) -> StepShape:
     """Return the shape of the largest step: tokens, sequences and block-table entries, each
-    including padding. Samples are those of all requests: the memory profile counts as many for
-    deferred ones, which may be of several steps."""
+    including padding. Samples are those of all requests, or of a padded decode with drafts: the
+    memory profile counts as many for deferred ones, which may be of several steps."""
     seqs = max(limits.max_num_seqs + 1, *decode_sizes(limits.max_num_seqs))
     tokens, groups = limits.max_num_batched_tokens + seqs, limits.num_groups
     entries = groups * seqs * limits.max_blocks_per_seq
     updates = max(min(entries, max(groups * seqs, MAX_BLOCK_UPDATES)), groups * tokens)
-    samples = max(seqs, limits.max_num_seqs * limits.most_samples_per_seq)
+    each = limits.most_samples_per_seq
+    padded = min(seqs * each, limits.max_num_batched_tokens)
+    samples = max(seqs, limits.max_num_seqs * each, padded)
     return StepShape(tokens, seqs, samples, updates)
 
 

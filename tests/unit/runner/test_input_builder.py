@@ -1,5 +1,6 @@
 """What a step's tensors hold, against lists kept by hand: tokens, positions, blocks, sampling."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -19,6 +20,7 @@ from worker_daemon.runner.step_layout import (
     ExactShapes,
     StepLadder,
     decode_sizes,
+    drafted_counts,
     largest_shape,
     mixed_plans,
     mixed_sizes,
@@ -385,3 +387,29 @@ def test_dummy_step_reads_and_writes_the_null_block_alone():
     assert not builder.tables.block_table[state.spare_slot].any()
     assert inputs.sample_rows.slots_np.size == 0
     assert inputs.reads.tolist() == [state.spare_slot]  # nobody has ever sampled for it
+
+
+def test_no_plan_is_larger_than_the_largest_step():
+    """With drafts, whose decodes may be padded to more sequences than there may be requests."""
+    rng = np.random.default_rng()
+    num_beyond = 0
+    for _ in range(60):
+        limits = replace(draw_limits(rng), max_drafts=int(rng.integers(0, 8)))
+        limits = replace(limits, max_num_batched_tokens=int(rng.integers(14, 300)))
+        ladder = StepLadder(
+            decode_sizes(limits.max_num_seqs),
+            lambda size: [40],
+            mixed_plans(
+                limits.max_num_seqs,
+                limits.max_num_batched_tokens,
+                limits.max_model_len,
+                max_num_samples=limits.max_num_samples,
+            ),
+            drafts=drafted_counts(limits.max_drafts),
+            max_num_tokens=limits.max_num_batched_tokens,
+        )
+        most = largest_shape(limits)
+        for plan in ladder.plans:
+            assert all(own <= bound for own, bound in zip(plan.shape[:4], most[:4], strict=True))
+            num_beyond += plan.shape.num_samples > limits.max_num_samples
+    assert num_beyond
