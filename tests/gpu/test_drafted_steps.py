@@ -41,15 +41,18 @@ def reference(model_root):
 @pytest.fixture(scope="module")
 def requests(reference):
     """Prompts that end as they began, so that a lookup finds something."""
-    made = []
-    for index in range(6):
-        head = np.random.default_rng([SEED, index]).integers(0, 331, 3 + index).tolist()
-        text = head * 2
-        (prompt,) = decisive_prompts(
-            reference, SEED + index, [len(text) + 3], MAX_TOKENS, prefix=text
-        )
-        made.append(greedy_request(f"r{index}", prompt, MAX_TOKENS))
-    return made
+    heads = (
+        np.random.default_rng([SEED, index]).integers(0, 331, 3 + index).tolist()
+        for index in range(6)
+    )
+    return [repeating(reference, index, head) for index, head in enumerate(heads)]
+
+
+def repeating(reference, index, head):
+    """A request whose prompt ends as it began."""
+    text = head * 2
+    (prompt,) = decisive_prompts(reference, SEED + index, [len(text) + 3], MAX_TOKENS, prefix=text)
+    return greedy_request(f"r{index}", prompt, MAX_TOKENS)
 
 
 def config_of(reference, method, *, enforce_eager=False, most=3):
@@ -82,6 +85,31 @@ def test_tokens_are_those_of_transformers(endpoints, reference, requests, method
     accepted = sum(output.num_accepted for output in run.outputs.values())
     drafted = sum(output.num_drafted for output in run.outputs.values())
     assert accepted > (0.9 * drafted if method == "draft_model" else 0)
+
+
+@pytest.mark.parametrize("most", [1, 4])
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_graphs_verify_drafts_as_the_sampler_does(endpoints, reference, method, most):
+    """Log probabilities of one row change no token, but all rows of its steps are then verified
+    after the graph. Batches are padded to sizes of graphs, and shrink as requests end."""
+    rng = np.random.default_rng([SEED, most])
+    made = [
+        repeating(reference, index, rng.integers(0, 331, 2 + index % 5).tolist())
+        for index in range(16)
+    ]
+    with connect(endpoints, config_of(reference, method, most=most)) as (group, loaded):
+        num_accepted = 0
+        for count in (1, 2, 5, 16):
+            own = [
+                changed(request, max_tokens=int(rng.integers(MAX_TOKENS // 2, MAX_TOKENS + 1)))
+                for request in made[:count]
+            ]
+            mixed = [changed(own[0], logprobs=1), *own[1:]]
+            for requests in (own, mixed, own):
+                run = generate(group, loaded, requests)
+                assert_greedy(run, reference, own)
+                num_accepted += sum(output.num_accepted for output in run.outputs.values())
+    assert num_accepted
 
 
 SAMPLING = [

@@ -89,8 +89,8 @@ def check_corrections(device, num_seqs, seed):
 
 
 def check_verified(device, num_seqs, most, seed):
-    """Check what sequences gain in a step with drafts against plain Python; the same in plain
-    torch."""
+    """Check what sequences gain in a step with drafts against plain Python, and that padding
+    changes nothing; the same in plain torch."""
     rng = np.random.default_rng(seed)
     counts = rng.integers(1, most + 2, num_seqs)
     firsts = np.append(0, np.cumsum(counts))
@@ -98,25 +98,39 @@ def check_verified(device, num_seqs, most, seed):
     inputs = rng.integers(0, 3, counts.sum())
     token_ids = np.where(rng.random(inputs.size) < 0.7, np.append(inputs[1:], 0), 7)
     token_ids[rng.random(inputs.size) < 0.1] = NO_TOKEN
-    before = rng.integers(0, 9, num_seqs + 3)
-    for kernels, where in ((KERNELS, device), (TorchRowKernels(), torch.device("cpu"))):
-        following = torch.full((num_seqs + 3, most + 1), 50, device=where)
-        refused = torch.from_numpy(before.astype(np.int32)).to(where)
-        own_rows, own_firsts = _columns(where, rows, firsts)
-        columns = torch.from_numpy(token_ids).to(where), torch.from_numpy(inputs).to(where)
-        outcome = kernels.verify(*columns, own_firsts, own_rows, following, refused)
-        kept = []
-        for seq, (first, end) in enumerate(pairwise(firsts)):
-            last = first
-            while last + 1 < end and token_ids[last] == inputs[last + 1]:
-                if token_ids[last + 1] == NO_TOKEN:
-                    break
-                last += 1
-            gained, row = token_ids[first : last + 1].tolist(), rows[first]
-            num_refused = int(end - last - 1)
-            assert outcome.gained[seq].tolist() == gained + [NO_TOKEN] * (most + 1 - len(gained))
-            assert outcome.counts[seq] == len(gained) and outcome.refused[seq] == num_refused
-            assert outcome.total[seq] == refused[row] == before[row] + num_refused
-            assert following[row].tolist() == [gained[-1]] + [50] * most
-            kept += gained + [NO_TOKEN] * num_refused
-        assert outcome.kept.tolist() == kept
+    before = rng.integers(0, 9, num_seqs + 4)
+    num_padding = int(rng.integers(0, 4))
+    for num_there in {num_seqs, int(rng.integers(0, num_seqs + 1))}:
+        # Padding of two kinds: without samples, and of a step that is verified elsewhere.
+        padded = np.append(firsts, [firsts[-1]] * num_padding)
+        spare = num_seqs + 3
+        for kernels, where in ((KERNELS, device), (TorchRowKernels(), torch.device("cpu"))):
+            following = torch.full((spare + 1, most + 1), 50, device=where)
+            refused = torch.from_numpy(before.astype(np.int32)).to(where)
+            own_rows, own_firsts, count = _columns(where, rows, padded, [num_there])
+            columns = torch.from_numpy(token_ids).to(where), torch.from_numpy(inputs).to(where)
+            outcome = kernels.verify(*columns, own_firsts, count, own_rows, following, refused)
+            kept, changed = [], set()
+            for seq, (first, end) in enumerate(pairwise(firsts[: num_there + 1])):
+                last = first
+                while last + 1 < end and token_ids[last] == inputs[last + 1]:
+                    if token_ids[last + 1] == NO_TOKEN:
+                        break
+                    last += 1
+                gained, row = token_ids[first : last + 1].tolist(), rows[first]
+                num_refused = int(end - last - 1)
+                padding = [NO_TOKEN] * (most + 1 - len(gained))
+                assert outcome.rows[seq] == row
+                assert outcome.gained[seq].tolist() == gained + padding
+                assert outcome.counts[seq] == len(gained) and outcome.refused[seq] == num_refused
+                assert outcome.total[seq] == refused[row] == before[row] + num_refused
+                assert following[row].tolist() == [gained[-1]] + [50] * most
+                kept += gained + [NO_TOKEN] * num_refused
+                changed.add(row)
+            assert outcome.kept[: len(kept)].tolist() == kept
+            assert outcome.rows[num_there:].tolist() == [spare] * (padded.size - 1 - num_there)
+            assert (outcome.gained[num_there:] == NO_TOKEN).all()
+            assert not outcome.counts[num_there:].any() and not outcome.refused[num_there:].any()
+            others = [row for row in range(spare + 1) if row not in changed]
+            assert (following[others] == 50).all()
+            assert refused[others].tolist() == before[others].tolist()

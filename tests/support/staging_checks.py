@@ -55,15 +55,23 @@ def check_turns(device, depth, num_steps, seed):
         )
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
             expected_newest[row] = token
+        gained = rng.integers(0, 9, int(rng.integers(0, count + 1))).astype(np.int32)
+        if gained.size:
+            staging.store_counts(torch.from_numpy(gained).to(device))
         if rng.random() < 0.8:
             wanted = int(rng.integers(1, count + 1))
-            unread.append((packed.delivery.expect(wanted), tokens[:wanted].tolist()))
+            delivered = packed.delivery.expect(wanted, gained.size)
+            unread.append((delivered, tokens[:wanted].tolist(), gained.tolist()))
         while len(unread) > int(rng.integers(0, 3 * depth)):
-            delivered, tokens_of_it = unread.pop(int(rng.integers(0, len(unread))))
-            assert np.frombuffer(delivered.wait(), "<i4").tolist() == tokens_of_it
+            check_delivered(*unread.pop(int(rng.integers(0, len(unread)))))
     assert newest.tolist() == expected_newest
-    for delivered, tokens_of_it in unread:
-        assert np.frombuffer(delivered.wait(), "<i4").tolist() == tokens_of_it
+    for each in unread:
+        check_delivered(*each)
+
+
+def check_delivered(delivered, tokens, counts):
+    assert np.frombuffer(delivered.wait(), "<i4").tolist() == tokens
+    assert delivered.counts.tolist() == counts
 
 
 def check_holds(device):

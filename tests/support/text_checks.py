@@ -42,6 +42,10 @@ class RandomRequests:
         self._rng, self._vocab_size = rng, vocab_size
         self._num_rows, self._max_len, self._num_drafts = num_rows, max_model_len, num_drafts
 
+    def padding(self):
+        """Return gains of the spare row as padding, of more than there are rows at times."""
+        return [(self._num_rows, [])] * int(self._rng.integers(0, 2 * self._num_rows + 3))
+
     def tokens(self, count):
         return self._rng.integers(0, self._vocab_size, count).tolist()
 
@@ -79,11 +83,12 @@ def check_ngram(drafter, requests, config, device, num_steps, longest=None):
     matching = (config.prompt_lookup_max, config.prompt_lookup_min, config.num_speculative_tokens)
     requests.begin(drafter, 1.0, longest)
     for _ in range(num_steps):
-        gains = requests.gain()
-        drafts = drafter.propose(as_gained(gains, config.num_speculative_tokens, device))
+        gains, padding = requests.gain(), requests.padding()
+        gained = as_gained(gains + padding, config.num_speculative_tokens, device)
+        drafts = drafter.propose(gained)
         assert drafts.dtype == torch.int64
         expected = [continued(requests.texts[row], *matching) for row, _ in gains]
-        assert drafts.tolist() == expected
+        assert drafts.tolist() == expected + [[0] * config.num_speculative_tokens] * len(padding)
         requests.begin(drafter, 0.1, longest)
 
 
@@ -186,9 +191,10 @@ def check_suffix(drafter, requests, config, device, num_steps, longest=None):
     kept = KeptOutput(config.max_kept_tokens // 32)
     kept.begin(requests.begin(drafter, 1.0, longest))
     for _ in range(num_steps):
-        gains = requests.gain()
+        gains, padding = requests.gain(), requests.padding()
         kept.gain(gains)
-        drafts = drafter.propose(as_gained(gains, config.num_speculative_tokens, device))
+        gained = as_gained(gains + padding, config.num_speculative_tokens, device)
+        drafts = drafter.propose(gained)
         expected = [voted(requests.texts[row], kept, row, *matching) for row, _ in gains]
-        assert drafts.tolist() == expected
+        assert drafts.tolist() == expected + [[0] * config.num_speculative_tokens] * len(padding)
         kept.begin(requests.begin(drafter, 0.1, longest))

@@ -66,7 +66,8 @@ class Matching(NamedTuple):
 
 class TextKernels(Protocol):
     """Operations on the rows' texts. They never wait for the device; all implementations give the
-    same result. rows are int32 and name each row at most once."""
+    same result. rows are int32 and name each row at most once, but a row that has no text and gains
+    nothing any number of times: padding."""
 
     def place(self, table: TextTable, rows: Tensor, bounds: Tensor, tokens: Tensor) -> None:
         """Replace the texts of rows [B]: row b gets tokens[bounds[b] : bounds[b + 1]]. bounds int32

@@ -23,10 +23,10 @@ class Gained(NamedTuple):
     """The tokens that rows have gained in a step. Device tensors."""
 
     rows: Tensor
-    """int32 [Q]: request rows, each at most once."""
+    """int32 [Q]: request rows, each at most once; the spare row any number of times, as padding."""
     token_ids: Tensor
     """int64 [Q, 1 + K], or [Q, 1] after a step without drafts: oldest first; NO_TOKEN (-1) after
-    the last one. A row whose first entry is NO_TOKEN has failed."""
+    the last one. A row whose first entry is NO_TOKEN has failed, or is padding."""
     counts: Tensor
     """int32 [Q] tokens gained, 0 to the number of columns."""
     ends: "RowEnds | None" = None
@@ -85,7 +85,8 @@ class Drafter(Protocol):
 
     def propose(self, gained: Gained) -> Tensor:
         """Do what `gain` does, and return int64 [Q, K]: the drafts of the rows' next tokens,
-        NO_PROPOSAL where there is none. Never waits for the device."""
+        NO_PROPOSAL where there is none. Never waits for the device. A CUDA graph may hold the
+        launches, which depend on the shapes alone, unless the drafter is a model."""
 
     def forget(self) -> None:
         """Drop all rows: before a new driver, or new weights."""

@@ -92,25 +92,27 @@ class TritonRowKernels:
         token_ids: torch.Tensor,
         inputs: torch.Tensor,
         firsts: torch.Tensor,
+        num_seqs: torch.Tensor,
         rows: torch.Tensor,
         next_tokens: torch.Tensor,
         refused: torch.Tensor,
     ) -> Verified:
-        """token_ids, inputs int64 [R]; firsts int32 [Q + 1]; rows int32 [R]; next_tokens int64
-        [S + 1, 1 + K]; refused int32 [S + 1]."""
-        num_seqs, width = firsts.shape[0] - 1, next_tokens.shape[1]
-        gained = token_ids.new_empty((num_seqs, width))
-        counts, own, total = refused.new_empty((3, num_seqs))
+        """token_ids, inputs int64 [R]; firsts int32 [Q + 1]; num_seqs int32 [1]; rows int32 [R];
+        next_tokens int64 [S + 1, 1 + K]; refused int32 [S + 1]."""
+        padded, width = firsts.shape[0] - 1, next_tokens.shape[1]
+        gained = token_ids.new_empty((padded, width))
+        own_rows, counts, own, total = refused.new_empty((4, padded))
         kept = torch.empty_like(token_ids)
-        _verify_kernel[(num_seqs,)](
-            gained, counts, own, total, kept,
-            token_ids, inputs, firsts, rows, next_tokens, refused,
+        _verify_kernel[(padded,)](
+            own_rows, gained, counts, own, total, kept,
+            token_ids, inputs, firsts, num_seqs, rows, next_tokens, refused,
             width,
+            next_tokens.shape[0] - 1,
             BLOCK=triton.next_power_of_2(width),
             MISSING=NO_TOKEN,
             num_warps=1,
         )  # fmt: skip
-        return Verified(gained, counts, own, total, kept)
+        return Verified(own_rows, gained, counts, own, total, kept)
 
 
 @launched
@@ -189,10 +191,13 @@ def _correct_positions_kernel(positions, rows, shift, count, BLOCK: tl.constexpr
 
 @launched
 @triton.jit(
-    do_not_specialize=["width"],
-    do_not_specialize_on_alignment=["counts", "own", "total", "token_ids", "inputs", "rows"],
-)
+    do_not_specialize=["width", "spare"],
+    do_not_specialize_on_alignment=[
+        "own_rows", "counts", "own", "total", "token_ids", "inputs", "num_seqs", "rows"
+    ],
+)  # fmt: skip
 def _verify_kernel(
+    own_rows,
     gained,
     counts,
     own,
@@ -201,16 +206,20 @@ def _verify_kernel(
     token_ids,
     inputs,
     firsts,
+    num_seqs,
     rows,
     next_tokens,
     refused,
     width,
+    spare,
     BLOCK: tl.constexpr,
     MISSING: tl.constexpr,
 ):
+    """Padding reads no sample, and changes no row."""
     seq = tl.program_id(0)
+    is_there = seq < tl.load(num_seqs)
     first = tl.load(firsts + seq)
-    num_samples = tl.load(firsts + seq + 1) - first
+    num_samples = tl.where(is_there, tl.load(firsts + seq + 1) - first, 0)
     place = tl.arange(0, BLOCK)
     inside = place < num_samples
     sampled = tl.load(token_ids + first + place, mask=inside, other=MISSING)
@@ -220,14 +229,17 @@ def _verify_kernel(
     is_last = (sampled != draft) | (following == MISSING)
     accepted = tl.min(tl.where(is_last, place, BLOCK), axis=0)
     is_gained = place <= accepted
-    row = tl.load(rows + first).to(tl.int64)
+    row = tl.load(rows + first, mask=is_there, other=spare).to(tl.int64)
     token = tl.where(is_gained, sampled, MISSING)
     tl.store(gained + seq.to(tl.int64) * width + place, token, mask=place < width)
     tl.store(kept + first + place, token, mask=inside)
-    tl.store(next_tokens + row * width, tl.max(tl.where(place == accepted, sampled, MISSING)))
-    refusals = num_samples - 1 - accepted
+    newest = tl.max(tl.where(place == accepted, sampled, MISSING))
+    tl.store(next_tokens + row * width, newest, mask=is_there)
+    num_gained = tl.where(is_there, accepted + 1, 0)
+    refusals = num_samples - num_gained
     before = tl.load(refused + row)
-    tl.store(refused + row, before + refusals)
-    tl.store(counts + seq, accepted + 1)
+    tl.store(refused + row, before + refusals, mask=is_there)
+    tl.store(own_rows + seq, row.to(tl.int32))
+    tl.store(counts + seq, num_gained)
     tl.store(own + seq, refusals)
     tl.store(total + seq, before + refusals)

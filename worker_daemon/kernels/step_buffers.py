@@ -72,6 +72,15 @@ def store_tokens(
     )
 
 
+def store_counts(counts: torch.Tensor, ring: torch.Tensor, turn: torch.Tensor) -> None:
+    """Copy counts int32 [Q] to ring[(turn - 1) % depth, :Q]: int32 [depth, width >= Q] in
+    page-locked host memory. turn: as for store_tokens."""
+    num_seqs = counts.shape[0]
+    _store_counts_kernel[(triton.cdiv(num_seqs, _TOKENS),)](
+        counts, ring, turn, num_seqs, ring.shape[1], DEPTH=ring.shape[0], BLOCK=_TOKENS
+    )
+
+
 @launched
 @triton.jit(do_not_specialize=["num_quads", "quads_a_slot"])
 def _take_columns_kernel(
@@ -120,3 +129,17 @@ def _store_tokens_kernel(
     tl.store(last_sampled + row * row_width, token, mask=inside)
     slot = ring + ((tl.load(turn) - 1) % DEPTH) * width
     tl.store(slot + index, token, mask=inside)
+
+
+@launched
+@triton.jit(
+    do_not_specialize=["num_seqs", "width"],
+    do_not_specialize_on_alignment=["counts"],
+)
+def _store_counts_kernel(
+    counts, ring, turn, num_seqs, width, DEPTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < num_seqs
+    slot = ring + ((tl.load(turn) - 1) % DEPTH) * width
+    tl.store(slot + index, tl.load(counts + index, mask=inside, other=0), mask=inside)

@@ -237,12 +237,18 @@ def _vote_kernel(
     MERGE: tl.constexpr,
     DRAFTS: tl.constexpr,
 ):
-    """`arrivals` are zeros before and after. A score of 0 is no place."""
+    """`arrivals` [S + 1] are zeros before and after. A score of 0 is no place. Rows without a text,
+    which several sequences may name, use none."""
     seq = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     num_splits = tl.num_programs(1)
     row = tl.load(rows + seq).to(tl.int64)
     length = tl.load(lengths + row)
+    ahead = tl.arange(0, DRAFTS)[None, :]
+    if length == 0:
+        none = tl.zeros([1, DRAFTS], tl.int64)
+        tl.store(drafts + seq * num_drafts + ahead, none, mask=ahead < num_drafts)
+        return
     text = tokens + row * stride
     now = tl.load(clock)
     best = tl.zeros([VOTES], tl.int64)
@@ -270,10 +276,10 @@ def _vote_kernel(
     tl.store(own_parts + split * VOTES + lane, best)
     # All threads write their places before the count, and read other programs' after it.
     tl.debug_barrier()
-    arrived = tl.atomic_add(arrivals + seq, 1, sem="acq_rel")
+    arrived = tl.atomic_add(arrivals + row, 1, sem="acq_rel")
     tl.debug_barrier()
     if arrived == num_splits - 1:
-        tl.store(arrivals + seq, 0)
+        tl.store(arrivals + row, 0)
         best = tl.zeros([VOTES], tl.int64)
         for start in range(0, num_splits * VOTES, MERGE):
             part = start + tl.arange(0, MERGE)
@@ -281,7 +287,6 @@ def _vote_kernel(
                 own_parts + part, mask=part < num_splits * VOTES, other=0, cache_modifier=".cg"
             )
             best = _with_best(best, score, VOTES)
-        ahead = tl.arange(0, DRAFTS)[None, :]
         window = _followers(
             kept, after, text, length, best, ahead, now, num_drafts, num_pages, PAGE
         )

@@ -194,26 +194,30 @@ def _continue_kernel(
     BLOCK: tl.constexpr,
     DRAFTS: tl.constexpr,
 ):
-    """`best` and `arrivals` are zeros before and after. A score of 0 is no match."""
+    """`best` and `arrivals` [S + 1] are zeros before and after. A score of 0 is no match. Rows
+    without a text, which several sequences may name, use neither."""
     seq = tl.program_id(0)
     num_splits = tl.num_programs(1)
     row = tl.load(rows + seq).to(tl.int64)
     length = tl.load(lengths + row)
     text = tokens + row * stride
+    ahead = tl.arange(0, DRAFTS)
+    inside = ahead < num_drafts
+    out = drafts + seq.to(tl.int64) * num_drafts + ahead
+    if length == 0:
+        tl.store(out, tl.zeros([DRAFTS], tl.int64), mask=inside)
+        return
     top = tl.zeros([BLOCK], tl.int64)
     for start in range(tl.program_id(1) * BLOCK, length, num_splits * BLOCK):
         place = start + tl.arange(0, BLOCK)
         matched = matched_before(text, place, text, length, longest)
         score = (matched.to(tl.int64) << _PLACE_BITS) | place
         top = tl.maximum(top, tl.where(matched >= shortest, score, 0))
-    tl.atomic_max(best + seq, tl.max(top, 0))
-    if tl.atomic_add(arrivals + seq, 1) == num_splits - 1:
-        found = tl.atomic_xchg(best + seq, 0)
-        tl.store(arrivals + seq, 0)
+    tl.atomic_max(best + row, tl.max(top, 0))
+    if tl.atomic_add(arrivals + row, 1) == num_splits - 1:
+        found = tl.atomic_xchg(best + row, 0)
+        tl.store(arrivals + row, 0)
         end = (found & 0xFFFFFFFF).to(tl.int32)
         period = tl.maximum(length - end, 1)
-        ahead = tl.arange(0, DRAFTS)
-        inside = ahead < num_drafts
         draft = tl.load(text + end + ahead % period, mask=inside, other=0).to(tl.int64)
-        out = drafts + seq.to(tl.int64) * num_drafts + ahead
         tl.store(out, tl.where(found > 0, draft, 0), mask=inside)

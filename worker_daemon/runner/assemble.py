@@ -22,6 +22,7 @@ from worker_daemon.lora.adapters import Adapters
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.models.weight_state import WeightState
 from worker_daemon.runner.cuda_graph import LadderGraphs, StepGraphs
+from worker_daemon.runner.draft_verifier import DraftVerifier
 from worker_daemon.runner.input_batch import InputBuilder, staging_capacity
 from worker_daemon.runner.kv_cache import LayerKV
 from worker_daemon.runner.model_runner import ModelRunner, SoleStage, Stage
@@ -126,8 +127,10 @@ def assemble_runner(
     waits = None if is_sole else input_waits(parts.device)
     logits = parts.stage.new_logits(most_samples) if parts.stage.samples else None
     tokens = buffers if is_sole else None
+    verifies = parts.stage.samples and limits.max_drafts > 0
+    verifier = DraftVerifier(tables, drafter) if verifies else None
     return ModelRunner(
-        EagerProgram(parts.stage, tables, kv, step_parts, tokens, logits, follower),
+        EagerProgram(parts.stage, tables, kv, step_parts, tokens, logits, follower, verifier),
         state,
         inputs,
         tie_stage(parts, link, state, inputs, waits, history),

@@ -17,7 +17,13 @@ from worker_daemon.contracts.attention import AttentionMetadata
 from worker_daemon.drafting.interface import Drafter, Gained
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.row_tables import TOKEN_ON_DEVICE, Gathered, RowTables
-from worker_daemon.runner.sample_rows import BY_LOGITS, SampleRows, Unsampled
+from worker_daemon.runner.sample_rows import (
+    BY_LOGITS,
+    SampleGroups,
+    SampleRows,
+    Unsampled,
+    group_samples,
+)
 from worker_daemon.runner.scheduled_step import BlockUpdates, Drafts, ScheduledStep
 from worker_daemon.runner.staging import Packed, Staging
 from worker_daemon.runner.steady_batch import SteadyBatch
@@ -144,6 +150,11 @@ class InputBuilder:
         if plan.parts or step.corrections is not None:
             self._parts.fill(plan.parts, packed.host, step)
         columns, rows = packed.columns, filled.rows
+        groups, are_verified = rows.groups, False
+        if groups is not None and step.drafts is not None:
+            groups = groups.on(columns.first_samples, columns.num_before)
+            are_verified = _can_verify(step, rows)
+            packed.host.num_verified[0] = groups.firsts_np.size if are_verified else 0
         # By position, in the order of the fields: keyword arguments would cost as much as all the
         # rest here.
         return StepInputs(
@@ -160,11 +171,13 @@ class InputBuilder:
                 columns.sample_rows,
                 columns.sample_tokens,
                 columns.sample_positions,
-                None if step.has_several else packed.delivery,
+                packed.delivery if groups is None or are_verified else None,
                 step.corrections is not None,
                 rows.bitmap,
                 rows.given,
                 step.drafts is not None,
+                groups,
+                are_verified,
             ),
             rows.reads,
         )
@@ -202,7 +215,10 @@ class InputBuilder:
         columns.seq_order[:] = np.argsort(-columns.seq_lens, kind="stable")
         self._fill_known_tokens(columns, step, on_device)
         self._fill_samples(columns, step, sampling)
-        return _Filled(step.steady, columns, self._rows_of(step, on_device, sampling))
+        rows = self._rows_of(step, on_device, sampling)
+        if columns.num_verified.size:
+            _fill_groups(columns, None if step.drafts is None else rows.groups)
+        return _Filled(step.steady, columns, rows)
 
     def _rows_of(self, step: ScheduledStep, on_device: Bools, sampling: "_Sampling") -> "_StepRows":
         # Counts of a slot's former request must have arrived before a new request's are set to
@@ -215,9 +231,13 @@ class InputBuilder:
         slots = step.slots[sampling.seqs]
         used = self._parts.used_by(slots) & in_sampling
         generations, given = self._state.generation[slots], ()
-        if step.has_several and step.drafts is None:
-            given = tuple(self._state.known_tokens[slot] for slot in slots.tolist())
-        return _StepRows(slots, generations, sampling.positions, used, reads, b"", given)
+        groups = None
+        if step.has_several:
+            # In steps with drafts, their columns bring what this uploads.
+            groups = group_samples(slots, self.tables.device if step.drafts is None else None)
+            if step.drafts is None:
+                given = tuple(self._state.known_tokens[slot] for slot in slots.tolist())
+        return _StepRows(slots, generations, sampling.positions, used, reads, b"", given, groups)
 
     def forget_requests(self) -> None:
         """All rows were freed."""
@@ -239,9 +259,8 @@ class InputBuilder:
             return
         row, spare = torch.zeros(1, dtype=torch.int32, device=device), self._state.spare_slot
         token_ids = torch.full((1, 1 + most), NO_TOKEN, dtype=torch.int64, device=device)
-        self.tables.verify(
-            token_ids[0], token_ids[0], torch.cat((row, row + 1 + most)), row + spare
-        )
+        firsts = torch.cat((row, row + 1 + most))
+        self.tables.verify(token_ids[0], token_ids[0], firsts, row, row + spare)
         drafter = self.drafter
         if drafter is None or drafter.follower is not None:
             return
@@ -304,6 +323,7 @@ class InputBuilder:
             positions=none,
             delivery=None,
             has_drafts=has_drafts,
+            groups=group_samples(slots, None) if has_drafts else None,
         )
         return Unsampled(rows, None, none, step.step_values, skips_drafts=step.skips_drafts)
 
@@ -393,6 +413,14 @@ class InputBuilder:
             columns.update_block_ids[used:num_filled] = 0
 
 
+def _can_verify(step: ScheduledStep, rows: "_StepRows") -> bool:
+    """Return True if the program can verify a step's drafts: all rows take their most likely
+    tokens, now, and are to get drafts if there is a drafter."""
+    if rows.used | step.step_values.used:
+        return False
+    return step.deferred is None and not step.skips_drafts
+
+
 def _fill_drafts(tokens: Int32s, query_start_loc: Int32s, drafts: Drafts) -> None:
     """Fill in the drafts, the last tokens of their sequences."""
     counts = drafts.counts
@@ -404,6 +432,17 @@ def _fill_drafts(tokens: Int32s, query_start_loc: Int32s, drafts: Drafts) -> Non
     tokens[ends - 1 - num_after] = (
         on_device if given is None else np.where(given < 0, on_device, given)
     )
+
+
+def _fill_groups(columns: StepColumns[Int32s], groups: SampleGroups | None) -> None:
+    """Fill in how the samples of a step with drafts follow each other; None: it has none."""
+    columns.num_verified[0] = num_seqs = num_samples = 0
+    if groups is not None:
+        num_seqs, num_samples = groups.firsts_np.size, groups.num_before_np.size
+        columns.first_samples[:num_seqs] = groups.firsts_np
+        columns.num_before[:num_samples] = groups.num_before_np
+    columns.first_samples[num_seqs:] = num_samples
+    columns.num_before[num_samples:] = 0
 
 
 class _Sampling(NamedTuple):
@@ -443,6 +482,8 @@ class _StepRows(NamedTuple):
     """The value of SampleRows.known_bitmap."""
     given: tuple[Int32s, ...] = ()
     """The value of SampleRows.given."""
+    groups: SampleGroups | None = None
+    """The value of SampleRows.groups, of a step with drafts without device columns."""
 
 
 class _Filled:

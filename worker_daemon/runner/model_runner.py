@@ -105,17 +105,21 @@ class SoleStage:
 
     def sample(self, step: Unsampled, identity: ReplyIdentity) -> PendingOutput | None:
         """See Stage. The forward pass has already given the rows their most likely tokens: a row
-        with several samples any of them, which the newest replaces here."""
+        with several samples any of them, which the newest replaces here, unless the program has
+        verified its drafts."""
         rows, count = step.rows, step.rows.slots_np.size
         if not count:
             return self.replies.without_tokens(identity, step.status, step.reports)
         is_greedy = not rows.used | step.step_values.used
-        if is_greedy and step.chosen is not None and not (rows.given or rows.has_drafts):
+        if is_greedy and step.chosen is not None and rows.groups is None:
             sampled = SamplerOutput(step.chosen.greedy[:count], step.reports)
             if rows.delivery is not None and not step.reports:
                 reply = self.replies.of_delivery(identity, rows, rows.delivery)
             else:
                 reply = self.replies.of_tokens(identity, rows, sampled, step.status)
+        elif rows.are_verified and rows.delivery is not None and not step.reports:
+            self._sampler.draft_verified(step)
+            return self.replies.of_delivery(identity, rows, rows.delivery)
         else:
             sampled = self._sampler.sample(step)
             if sampled.total is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from rpc_schema.codec import Frame
 from rpc_schema.errors import CommError, UpstreamFailedError
 from rpc_schema.step import ModelRunnerOutput
-from worker_daemon.contracts.arrays import Bools, Int64s
+from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
 from worker_daemon.device.failures import typed_device_error
 from worker_daemon.device.pinned import download
 from worker_daemon.distributed.link import Link
@@ -86,7 +86,7 @@ class StepReplies:
         if not self._is_output_rank:
             return None
         link, history = self._link, self._history
-        counts = rows.counts if rows.has_several else None
+        counts = None if rows.groups is None else rows.groups.counts_np
         is_own = rows.num_newer == 0 if rows.given else None
         drafts = self._drafts if rows.has_drafts else None
         return StepOutput(
@@ -105,12 +105,18 @@ class StepReplies:
     def of_delivery(
         self, identity: ReplyIdentity, rows: SampleRows, delivery: Delivery
     ) -> PendingOutput | None:
-        """Return the output of a step that writes its tokens to the host itself."""
+        """Return the output of a step that writes its tokens to the host itself, and with drafts
+        how many each row gains."""
         if not self._is_output_rank:
             return None
-        delivered = delivery.expect(rows.slots_np.size)
+        link, history, groups = self._link, self._history, rows.groups
+        if groups is None:
+            delivered = delivery.expect(rows.slots_np.size)
+            return DeliveredOutput(identity, rows.sampled, rows.bitmap, delivered, link, history)
+        counts, drafts = groups.counts_np, self._drafts
+        delivered = delivery.expect(rows.slots_np.size, counts.size)
         return DeliveredOutput(
-            identity, rows.sampled, rows.bitmap, delivered, self._link, self._history
+            identity, rows.sampled, rows.bitmap, delivered, link, history, counts, drafts
         )
 
 
@@ -209,7 +215,8 @@ class StepOutput:
 
 class DeliveredOutput:
     """The output of a step whose tokens the device writes to the host itself. Only a sole stage has
-    it, so there is no other stage's status. Otherwise like StepOutput."""
+    it, so there is no other stage's status. Otherwise like StepOutput. counts: [Q] samples of each
+    row in a step with drafts, None for one each."""
 
     is_ready = False
 
@@ -221,6 +228,8 @@ class DeliveredOutput:
         tokens: Delivered,
         link: Link,
         history: TokenHistory,
+        counts: Int64s | None = None,
+        drafts: DraftCounts | None = None,
     ) -> None:
         self._identity = identity
         self._rows = rows
@@ -228,6 +237,8 @@ class DeliveredOutput:
         self._tokens = tokens
         self._link = link
         self._history = history
+        self._counts = counts
+        self._drafts = drafts
 
     def result(self) -> tuple[ModelRunnerOutput, Sequence[Frame]]:
         """Wait for the tokens and return the reply.
@@ -242,14 +253,25 @@ class DeliveredOutput:
             raise_caused(typed_device_error(error), error)
         if self._link.is_aborted:
             self._link.raise_if_aborted()
+        num_sampled = b""
+        if self._counts is not None:
+            gained = self._tokens.counts
+            kept = _is_among_first(self._counts, gained)
+            token_ids = np.frombuffer(token_ids, "<i4")[kept].tobytes()
+            num_sampled = gained.astype(np.uint8).tobytes()
+            if self._drafts is not None:
+                _count(self._drafts, self._counts, gained)
         identity = self._identity
-        _record(self._history, Result(identity.epoch, identity.seq, self._rows, token_ids))
+        _record(
+            self._history, Result(identity.epoch, identity.seq, self._rows, token_ids, num_sampled)
+        )
         reply = ModelRunnerOutput(
             epoch=identity.epoch,
             seq=identity.seq,
             rank=identity.rank,
             slots=self._slots,
             sampled_token_ids=token_ids,
+            num_sampled=num_sampled,
             weights_version=identity.weights_version,
         )
         return reply, []
@@ -347,7 +369,7 @@ def _record(history: TokenHistory, result: Result) -> None:
         history.fold()
 
 
-def _is_among_first(whole: Int64s, counts: Int64s) -> Bools:
+def _is_among_first(whole: Int64s, counts: Int64s | Int32s) -> Bools:
     """Return [R], True for the first `counts` of each sequence's `whole` samples."""
     firsts = np.cumsum(whole) - whole
     place = np.arange(int(whole.sum())) - np.repeat(firsts, whole)
@@ -371,7 +393,7 @@ def _raw(column: Tensor) -> bytes:
     return values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
-def _count(drafts: DraftCounts, samples: Int64s, gained: Int64s) -> None:
+def _count(drafts: DraftCounts, samples: Int64s, gained: Int64s | Int32s) -> None:
     """Count the drafts of a step's rows. samples, gained [Q]: those of each row, at least one if it
     had drafts."""
     for num_samples, num_gained in zip(samples.tolist(), gained.tolist(), strict=True):

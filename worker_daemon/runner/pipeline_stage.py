@@ -122,9 +122,9 @@ class PipelineStage:
             return None
         sampled = self._sampler.sample(step)
         tokens = self._sampler.following(rows, sampled)
-        if self._sampler.drafter is not None:  # it, or those who read its drafts, read them
-            newest = tokens.reshape(-1, slots.shape[0])[0]
-            self._inputs.tables.last_sampled[slots.long()] = newest
+        if self._sampler.drafter is not None and sampled.total is None:
+            # It, or those who read its drafts, read them. Refusals have been written with them.
+            self._inputs.tables.last_sampled[slots.long()] = tokens
         drafts = self._sampler.draft(step, sampled)
         if drafts is not None:
             tokens = torch.cat((tokens.reshape(-1, slots.shape[0]), drafts.T))

@@ -64,14 +64,15 @@ class RowKernels(Protocol):
         token_ids: Tensor,
         inputs: Tensor,
         firsts: Tensor,
+        num_seqs: Tensor,
         rows: Tensor,
         next_tokens: Tensor,
         refused: Tensor,
     ) -> Verified:
         """Decide which samples sequences gain in a step with drafts: those up to the first that
         differs from the draft after it, or that a NO_TOKEN follows. See RowTables.verify.
-        token_ids, inputs int64 [R]; firsts int32 [Q + 1]: each sequence's first sample, then R;
-        rows int32 [R]."""
+        token_ids, inputs int64 [R]; firsts int32 [Q + 1]: each sequence's first sample, then their
+        number; num_seqs int32 [1]: sequences from there on are padding; rows int32 [R]."""
 
 
 class TorchRowKernels:
@@ -120,29 +121,34 @@ class TorchRowKernels:
         token_ids: Tensor,
         inputs: Tensor,
         firsts: Tensor,
+        num_seqs: Tensor,
         rows: Tensor,
         next_tokens: Tensor,
         refused: Tensor,
     ) -> Verified:
-        starts, num_samples = firsts[:-1].long(), firsts.diff()
-        place = torch.arange(next_tokens.shape[1], device=token_ids.device)
-        last = token_ids.shape[0] - 1
+        device, last, spare = token_ids.device, token_ids.shape[0] - 1, next_tokens.shape[0] - 1
+        is_there = torch.arange(firsts.shape[0] - 1, device=device) < num_seqs
+        starts = firsts[:-1].long().clamp(max=last)
+        num_samples = torch.where(is_there, firsts.diff(), 0)
+        place = torch.arange(next_tokens.shape[1], device=device)
         index = (starts.unsqueeze(1) + place).clamp(max=last)
         following = (index + 1).clamp(max=last)
         sampled = token_ids[index]
         agrees = (sampled == inputs[following]) & (token_ids[following] != NO_TOKEN)
         agrees &= place + 1 < num_samples.unsqueeze(1)
         accepted = agrees.long().cumprod(1).sum(1)
-        is_gained = place <= accepted.unsqueeze(1)
+        is_gained = (place <= accepted.unsqueeze(1)) & is_there.unsqueeze(1)
         gained = torch.where(is_gained, sampled, NO_TOKEN)
-        counts = (accepted + 1).int()
-        own, own_rows = num_samples - counts, rows[starts].long()
-        next_tokens[own_rows, 0] = sampled.gather(1, accepted.unsqueeze(1)).squeeze(1)
-        total = refused[own_rows] + own
-        refused[own_rows] = total
-        kept = torch.full_like(token_ids, NO_TOKEN)
-        kept[index[is_gained]] = gained[is_gained]
-        return Verified(gained, counts, own, total, kept)
+        counts = torch.where(is_there, accepted + 1, 0).int()
+        own, own_rows = num_samples - counts, torch.where(is_there, rows[starts], spare)
+        places = own_rows.long()
+        newest = sampled.gather(1, accepted.unsqueeze(1)).squeeze(1)
+        next_tokens[places, 0] = torch.where(is_there, newest, next_tokens[places, 0])
+        total = refused[places] + own
+        refused[places] = total
+        kept = token_ids.new_full((token_ids.shape[0] + 1,), NO_TOKEN)  # the last one for the rest
+        kept.scatter_(0, torch.where(is_gained, index, last + 1).flatten(), gained.flatten())
+        return Verified(own_rows, gained, counts, own, total, kept[:-1])
 
 
 class Gathered(NamedTuple):
@@ -220,10 +226,14 @@ class RowTables:
         self.last_sampled[places] = token_ids
         return total
 
-    def verify(self, token_ids: Tensor, inputs: Tensor, firsts: Tensor, rows: Tensor) -> Verified:
+    def verify(
+        self, token_ids: Tensor, inputs: Tensor, firsts: Tensor, num_seqs: Tensor, rows: Tensor
+    ) -> Verified:
         """Decide the outcome of a step's drafts, record refusals, and let each row continue from
         the last token that it gains. See RowKernels.verify."""
-        return self._kernels.verify(token_ids, inputs, firsts, rows, self.next_tokens, self.refused)
+        return self._kernels.verify(
+            token_ids, inputs, firsts, num_seqs, rows, self.next_tokens, self.refused
+        )
 
     def restore(self, updates: BlockUpdates) -> None:
         """Write block ids outside of any step."""

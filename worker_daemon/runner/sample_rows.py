@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from worker_daemon.contracts.arrays import Int32s, Int64s
+from worker_daemon.contracts.drafts import Verified
 from worker_daemon.device.pinned import upload
 from worker_daemon.runner.report import Report
 from worker_daemon.runner.scheduled_step import StepExtensions
 from worker_daemon.runner.slot_bitmap import slot_bitmap
 from worker_daemon.runner.staging import Delivery
+from worker_daemon.runner.step_layout import aligned
 from worker_daemon.runner.token_history import Sampled
 
 BY_LOGITS: Final = 1
@@ -37,6 +39,60 @@ class Drafted(NamedTuple):
     inputs: Tensor
     """int64 [R], device: the token that each sample follows. Before sample i with num_before j come
     the sequence's own tokens, then the drafts inputs[i - j + 1 : i + 1]."""
+
+
+class SampleGroups(NamedTuple):
+    """The order of a step's samples, if a sequence may have several. Computed once."""
+
+    firsts_np: Int64s
+    """[Q] index of each sequence's first sample."""
+    counts_np: Int64s
+    """[Q] number of samples of each sequence."""
+    num_before_np: Int64s
+    """[R] number of earlier samples of the same sequence."""
+    num_newer_np: Int64s
+    """[R] number of later samples of the same sequence."""
+    firsts: Tensor
+    """int32 [Q + 1], device: firsts_np, then R. Like num_before, [0] if the samples are of no step,
+    or of one that failed before it had device columns."""
+    num_before: Tensor
+    """int32 [R], device: num_before_np."""
+
+    @property
+    def newest_np(self) -> Int64s:
+        """[Q] index of each sequence's last sample."""
+        return self.firsts_np + self.counts_np - 1
+
+    @property
+    def newest(self) -> Tensor:
+        """int32 [Q], device: the same."""
+        return self.firsts[1:] - 1
+
+    def on(self, firsts: Tensor, num_before: Tensor) -> "SampleGroups":
+        """Return the same groups with the device columns of another step: int32 [>= Q + 1] and
+        [>= R]."""
+        num_seqs, num_samples = self.firsts_np.size, self.num_before_np.size
+        return self._replace(firsts=firsts[: num_seqs + 1], num_before=num_before[:num_samples])
+
+
+def group_samples(slots: Int64s, device: torch.device | None) -> SampleGroups:
+    """Return the groups of samples int64 [R] by their slots, ascending. device: of the device
+    columns, which are uploaded; None leaves them empty."""
+    firsts = np.flatnonzero(np.diff(slots, prepend=-1))
+    counts = np.diff(firsts, append=slots.size)
+    num_before = np.arange(slots.size) - np.repeat(firsts, counts)
+    num_newer = np.repeat(counts, counts) - 1 - num_before
+    on_device = _NO_COLUMN, _NO_COLUMN
+    if device is not None:
+        start = aligned(firsts.size + 1)
+        both = np.zeros(start + slots.size, np.int32)
+        both[: firsts.size], both[firsts.size], both[start:] = firsts, slots.size, num_before
+        uploaded = upload(both, device)
+        on_device = uploaded[: firsts.size + 1], uploaded[start:]
+    return SampleGroups(firsts, counts, num_before, num_newer, *on_device)
+
+
+_NO_COLUMN: Final = torch.zeros(0, dtype=torch.int32)
 
 
 class SampleRows(NamedTuple):
@@ -69,16 +125,15 @@ class SampleRows(NamedTuple):
     than one sample, or if the step has drafts."""
     has_drafts: bool = False
     """True if some of the samples follow drafts."""
+    groups: SampleGroups | None = None
+    """Set if a sequence may have several samples; None: each has one, so R is Q."""
+    are_verified: bool = False
+    """True if the program verifies the drafts (SamplingInputs.outcome)."""
     drafted: Drafted | None = None
     """Set once the step's tokens are known, if it has drafts."""
     are_replayed: bool = False
     """True if the samples are of no step: each is in the place of a token that its row has, or that
     its request has brought."""
-
-    @property
-    def has_several(self) -> bool:
-        """True if a sequence has more than one sample; otherwise R is Q."""
-        return bool(self.given) or self.has_drafts
 
     @property
     def bitmap(self) -> bytes:
@@ -89,10 +144,9 @@ class SampleRows(NamedTuple):
     def sampled(self) -> Sampled:
         """The columns that the token history keeps: of the first token that each sequence may
         gain."""
-        if self.has_several:
-            chosen = np.flatnonzero(self.num_newer == 0)
-            if self.has_drafts:
-                chosen = self.firsts
+        groups = self.groups
+        if groups is not None:
+            chosen = groups.firsts_np if self.has_drafts else groups.newest_np
             columns = (self.slots_np[chosen], self.generations[chosen], self.positions_np[chosen])
             return Sampled(*columns, self.are_bounds)
         return Sampled(self.slots_np, self.generations, self.positions_np, self.are_bounds)
@@ -100,10 +154,9 @@ class SampleRows(NamedTuple):
     @property
     def num_newer(self) -> Int64s:
         """[R] number of later samples of the same sequence; 0 for the last one."""
-        if not self.has_several:
+        if self.groups is None:
             return np.zeros(self.slots_np.size, np.int64)
-        ends = np.searchsorted(self.slots_np, self.slots_np, side="right")
-        return ends - 1 - np.arange(self.slots_np.size)
+        return self.groups.num_newer_np
 
     @property
     def earlier(self) -> Int64s:
@@ -112,44 +165,43 @@ class SampleRows(NamedTuple):
             return np.arange(self.slots_np.size)
         return np.flatnonzero(self.num_newer)
 
-    @property
-    def firsts(self) -> Int64s:
-        """[Q] index of each sequence's first sample."""
-        return np.flatnonzero(np.diff(self.slots_np, prepend=-1))
-
-    @property
-    def counts(self) -> Int64s:
-        """[Q] number of samples of each sequence."""
-        return np.diff(self.firsts, append=self.slots_np.size)
-
     def following(self, inputs: Tensor) -> "SampleRows":
         """Return the samples of a step with drafts, once its tokens are known. inputs: int64 [R],
         the token that each sample follows."""
-        num_before = np.arange(self.slots_np.size) - np.repeat(self.firsts, self.counts)
-        on_device = upload(num_before.astype(np.int32), inputs.device)
-        return self._replace(drafted=Drafted(num_before, on_device, inputs))
+        groups = self.groups
+        assert groups is not None, "a step with drafts"
+        drafted = Drafted(groups.num_before_np, groups.num_before, inputs)
+        return self._replace(drafted=drafted)
 
     def newest(self) -> "SampleRows":
         """Return the last samples of sequences, [Q], without padding."""
-        if self.has_several:
-            return self.keep(np.flatnonzero(self.num_newer == 0), self.used)
-        return self.without_padding()
+        groups = self.groups
+        if groups is None:
+            return self.without_padding()
+        return self._choose(groups.newest_np, groups.newest, self.used)
 
     def newest_of(self, column: Tensor) -> Tensor:
         """Return the entries [Q] of a column [>= R] for the last samples of sequences."""
-        if self.has_several:
-            return column[upload(np.flatnonzero(self.num_newer == 0), column.device)]
+        if self.groups is not None:
+            return column.index_select(0, self.groups.newest)
         return column[: self.slots_np.size]
 
     def keep(self, chosen: Int64s, used: int) -> "SampleRows":
         """Return these samples only, in separate columns. chosen [R'] int64: their indices,
         ascending; used: the bits of the parts that their rows use."""
+        if not self.slots.shape[0]:  # the step failed before it had any columns
+            return self._choose(chosen, None, used)
+        return self._choose(chosen, upload(chosen, self.slots.device), used)
+
+    def _choose(self, chosen: Int64s, on_device: Tensor | None, used: int) -> "SampleRows":
         columns = (self.slots, self.token_indices, self.positions)
-        if self.slots.shape[0]:  # otherwise the step failed before it had any
-            on_device = upload(chosen, self.slots.device)
+        if on_device is not None:
             columns = (columns[0][on_device], columns[1][on_device], columns[2][on_device])
-        slots = self.slots_np[chosen]
-        has_several = self.has_several and bool((slots[1:] == slots[:-1]).any())
+        slots, groups = self.slots_np[chosen], self.groups
+        if groups is not None:
+            device = self.slots.device if groups.firsts.shape[0] else None
+            repeats = bool((slots[1:] == slots[:-1]).any())
+            groups = group_samples(slots, device) if repeats else None
         return SampleRows(
             slots,
             self.generations[chosen],
@@ -159,9 +211,10 @@ class SampleRows(NamedTuple):
             None,
             self.are_bounds,
             given=tuple(self.given[place] for place in chosen.tolist())
-            if has_several and self.given
+            if groups is not None and self.given
             else (),
-            has_drafts=self.has_drafts and has_several,
+            has_drafts=self.has_drafts and groups is not None,
+            groups=groups,
             are_replayed=self.are_replayed,
         )
 
@@ -192,8 +245,18 @@ def replayed_rows(
         upload(positions, device),
         None,
         given=(given,) * count,
+        groups=group_samples(slots, None),
         are_replayed=True,
     )
+
+
+class Outcome(NamedTuple):
+    """The outcome of a step's drafts, by its program, with padding: see
+    StepColumns.num_verified."""
+
+    verified: Verified
+    drafts: Tensor | None
+    """int64 [Q, K] the rows' next drafts, which they have; None if the program makes none."""
 
 
 class SamplingInputs(NamedTuple):
@@ -208,6 +271,8 @@ class SamplingInputs(NamedTuple):
     inputs: Tensor | None = None
     """int64 [R] the token that each sample follows, if it may have to be computed again; otherwise
     None."""
+    outcome: Outcome | None = None
+    """Set by the last stage's program in steps that may have drafts."""
 
     def keep(self, kept: Int64s, *, by_logits: bool = True) -> "SamplingInputs":
         """Return a copy of these rows only: kept int64 [R'] indexes the rows. by_logits: False

@@ -13,6 +13,7 @@ from worker_daemon.contracts.arrays import Int32s
 from worker_daemon.contracts.attention import AttentionMetadata
 from worker_daemon.drafting.interface import ComputedStep, StepFollower
 from worker_daemon.models.decoder import DecoderStage
+from worker_daemon.runner.draft_verifier import DraftVerifier
 from worker_daemon.runner.input_batch import StepInputs
 from worker_daemon.runner.kv_cache import LayerKV
 from worker_daemon.runner.parts.step_parts import StepParts
@@ -49,12 +50,14 @@ class EagerProgram:
         tokens: Staging | None,
         logits: Tensor | None,
         follower: StepFollower | None = None,
+        verifier: DraftVerifier | None = None,
     ) -> None:
         """kv: one for each local layer, or none under NullAttention. tokens: receives the most
         likely tokens at once, if this stage embeds them in the next step; None if other stages do,
         which receive the sampled tokens. logits: receives those of each step (SamplingInputs), of
         as many rows as can sample; None on a stage that does not sample. follower: the draft model
-        of the last stage, if there is one."""
+        of the last stage, if there is one. verifier: on the last stage, if steps may have
+        drafts."""
         self._kv = kv
         self._kv_caches = [layer.cache for layer in kv]
         self._layer_groups = [layer.group for layer in kv] or [0] * stage.num_layers
@@ -65,6 +68,7 @@ class EagerProgram:
         self._tokens = tokens
         self._logits = logits
         self._follower = follower
+        self._verifier = verifier
 
     def compile_subset(self) -> "EagerProgram":
         """Return a program that launches the same kernels for a few layers only, to compile and
@@ -73,7 +77,14 @@ class EagerProgram:
         kv = [self._kv[index] for index in kept] if self._kv else ()
         follower = None if self._follower is None else self._follower.compile_subset()
         return EagerProgram(
-            stage, self._tables, kv, self._parts, self._tokens, self._logits, follower
+            stage,
+            self._tables,
+            kv,
+            self._parts,
+            self._tokens,
+            self._logits,
+            follower,
+            self._verifier,
         )
 
     def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
@@ -144,7 +155,8 @@ class EagerProgram:
     def _choose(
         self, hidden: Tensor, columns: StepColumns[Tensor], token_ids: Tensor
     ) -> SamplingInputs:
-        """Return the logits after each token that a sample follows, and the most likely token."""
+        """Return the logits after each token that a sample follows, and the most likely token; in a
+        step that may have drafts, also the outcome of those that the columns name."""
         if self._logits is None:
             return SamplingInputs(hidden[:0], columns.sample_rows[:0])
         rows = hidden.index_select(0, columns.sample_tokens)
@@ -154,4 +166,7 @@ class EagerProgram:
             self._tokens.store(self._tables.last_sampled, columns.sample_rows, likeliest)
         if not columns.corrections.shape[0]:
             return SamplingInputs(logits, likeliest)
-        return SamplingInputs(logits, likeliest, token_ids.index_select(0, columns.sample_tokens))
+        inputs, outcome = token_ids.index_select(0, columns.sample_tokens), None
+        if self._verifier is not None and likeliest.shape[0]:
+            outcome = self._verifier.settle(likeliest, inputs, columns, self._tokens)
+        return SamplingInputs(logits, likeliest, inputs, outcome)

@@ -23,9 +23,9 @@ _POLL_S: Final = 50e-6
 class Delivery(Protocol):
     """Delivers a step's tokens to the host."""
 
-    def expect(self, count: int) -> "Delivered":
-        """Announce that the first `count` tokens that the step stores will be read. Called once,
-        when the step is launched."""
+    def expect(self, count: int, num_seqs: int = 0) -> "Delivered":
+        """Announce that the first `count` tokens that the step stores will be read, and the first
+        num_seqs counts. Called once, when the step is launched."""
 
 
 class Packed:
@@ -78,6 +78,10 @@ class HostStaging:
         host, where the step has a delivery. May be captured."""
         last_sampled[rows.long()] = token_ids
 
+    def store_counts(self, counts: Tensor) -> None:
+        """Deliver the number of tokens that each sequence of a step gains, int32 [Q], to the host,
+        where the step has a delivery. May be captured."""
+
 
 class CudaStaging:
     """The staging for CUDA: rings of page-locked slots, and one device buffer at a fixed address,
@@ -90,8 +94,8 @@ class CudaStaging:
         self, device: torch.device, capacity: int, width: int, depth: int, *, delivers: bool
     ) -> None:
         """capacity: int32 values of the largest step; width: the largest number of tokens that a
-        step stores; depth: steps in flight, and the one being built; delivers: True if steps store
-        their tokens.
+        step stores, and at least that of its counts; depth: steps in flight, and the one being
+        built; delivers: True if steps store their tokens.
 
         Tests use it on the CPU too, with Triton's interpreter.
         """
@@ -105,13 +109,15 @@ class CudaStaging:
         self.ring = torch.zeros((depth, capacity), dtype=torch.int32, pin_memory=locked)
         self.turn = torch.zeros(1, dtype=torch.int64, device=device)
         self._results = torch.zeros((depth, width), dtype=torch.int64, pin_memory=locked)
+        self._counts = torch.zeros((depth, width), dtype=torch.int32, pin_memory=locked)
         self._taken_by_device = torch.zeros(1, dtype=torch.int64, pin_memory=locked)
         taken: Int64s = self._taken_by_device.numpy()
         self._num_taken = taken.data  # whose elements are Python numbers
         self._num_launched = 0
         tokens: Int64s = self._results.numpy()
+        counts: Int32s = self._counts.numpy()
         make_event = _StreamEvent if locked else _HostEvent
-        self._slots = [_Slot(self, i, tokens[i], make_event()) for i in range(depth)]
+        self._slots = [_Slot(self, i, tokens[i], counts[i], make_event()) for i in range(depth)]
         self.delivers = delivers
 
     def open(self, shape: StepShape) -> Packed:
@@ -130,6 +136,10 @@ class CudaStaging:
     def store(self, last_sampled: Tensor, rows: Tensor, token_ids: Tensor) -> None:
         """See HostStaging; R is at most the width."""
         self._kernels.store_tokens(last_sampled, rows, token_ids, self._results, self.turn)
+
+    def store_counts(self, counts: Tensor) -> None:
+        """See HostStaging; Q is at most the width."""
+        self._kernels.store_counts(counts, self._counts, self.turn)
 
     def take(self, size: int) -> None:
         """Launch the copy of the next slot's first `size` values to the device."""
@@ -189,11 +199,17 @@ class _Slot:
     """One slot of both rings, and its views by shape."""
 
     def __init__(
-        self, staging: CudaStaging, index: int, tokens: Int64s, stored: _HostEvent
+        self,
+        staging: CudaStaging,
+        index: int,
+        tokens: Int64s,
+        counts: Int32s,
+        stored: _HostEvent,
     ) -> None:
         self.staging = staging
         self.values: Int32s = staging.ring[index].numpy()
         self._tokens = tokens
+        self._counts = counts
         self._stored = stored
         self._expected: Delivered | None = None
         self._kept: dict[StepShape, _CudaPacked] = {}
@@ -215,10 +231,10 @@ class _Slot:
         """Create a shape's views now."""
         self._kept[shape] = _CudaPacked(self, shape)
 
-    def expect(self, count: int) -> "Delivered":
+    def expect(self, count: int, num_seqs: int = 0) -> "Delivered":
         """See Delivery."""
         self._stored.record()
-        self._expected = Delivered(self._tokens[:count], self._stored)
+        self._expected = Delivered(self._tokens[:count], self._counts[:num_seqs], self._stored)
         return self._expected
 
 
@@ -226,8 +242,11 @@ class Delivered:
     """Tokens that the device writes to the host. The first of two threads reads them: the one that
     wants them, or the one that reuses their place."""
 
-    def __init__(self, tokens: Int64s, stored: _HostEvent) -> None:
+    def __init__(self, tokens: Int64s, counts: Int32s, stored: _HostEvent) -> None:
         self._tokens = tokens
+        self.counts = counts
+        """Valid after `wait`: int32 [num_seqs], the number of tokens that each sequence gains of
+        those that it has sampled; [0] if it gains all."""
         self._stored = stored
         self._lock = threading.Lock()
         self._raw: bytes | None = None
@@ -241,6 +260,8 @@ class Delivered:
         with self._lock:
             if self._raw is None:
                 self._stored.synchronize()
+                if self.counts.size:
+                    self.counts = self.counts.copy()
                 self._raw = self._tokens.astype("<i4").tobytes()
             return self._raw
 

@@ -59,7 +59,7 @@ class StepShape(NamedTuple):
     extra: tuple[int, ...] = ()
     """Sizes of the columns of parts that act around the forward pass (runner/parts/)."""
     num_corrected: int = 0
-    """B if the rows' counts are taken from the device, else 0."""
+    """B if the rows' counts are taken from the device, else 0. Such steps may have drafts."""
 
 
 class StepPlan(NamedTuple):
@@ -111,6 +111,13 @@ class StepColumns(NamedTuple, Generic[_Column]):
     corrections: _Column
     """[B] as in ScheduledStep; 0 for padding. [0] if positions and lengths are exact; otherwise the
     device corrects them."""
+    first_samples: _Column
+    """[B + 1] in a step with drafts: the first sample of each sequence that samples, then their
+    number. [0] if positions and lengths are exact, like the next two."""
+    num_before: _Column
+    """[R] in a step with drafts: number of earlier samples of the same sequence."""
+    num_verified: _Column
+    """[1] number of sequences whose drafts the program verifies: those that sample, or none."""
     extra: tuple[_Column, ...]
     """The parts' columns, in the order of the shape."""
 
@@ -132,7 +139,7 @@ def column_sizes(shape: StepShape) -> tuple[int, ...]:
         seqs, seqs + 1, seqs, seqs,
         samples, samples, samples,
         updates, updates, updates,
-        corrected,
+        corrected, corrected and seqs + 1, corrected and samples, min(corrected, 1),
         *extra,
     )  # fmt: skip
 

@@ -1,25 +1,25 @@
 """Turns a step's logits into the tokens with which its rows continue, and the hidden states of
-pooling requests into outputs. Verifies drafts, and lets the drafter make new ones. Used on the last
-stage.
+pooling requests into outputs. Verifies drafts, and lets the drafter make new ones, unless the
+step's program has done so. Used on the last stage.
 
 Shapes: R samples, Q sequences that sample, K num_speculative_tokens.
 """
 
 from dataclasses import replace
+from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rpc_schema.step import NO_TOKEN
-from worker_daemon.device.pinned import upload
 from worker_daemon.drafting.interface import Drafter, Gained, RowEnds
 from worker_daemon.models.decoder import DecoderStage
+from worker_daemon.runner.draft_verifier import DraftVerifier
 from worker_daemon.runner.parts.interface import Chosen
 from worker_daemon.runner.parts.step_parts import SamplerOutput, StepParts
 from worker_daemon.runner.report import Report
 from worker_daemon.runner.row_tables import RowTables
-from worker_daemon.runner.sample_rows import SampleRows, Unsampled
+from worker_daemon.runner.sample_rows import Outcome, SampleRows, Unsampled
 from worker_daemon.runner.scheduled_step import ScheduledStep
 
 
@@ -33,7 +33,9 @@ class StepSampler:
         self._parts = parts
         self._tables = tables
         self.drafter = drafter
+        self._verifier = DraftVerifier(tables, drafter)
         self._one = torch.ones_like(tables.refused)
+        self._num_rows = torch.full_like(self._one[:1], self._one.shape[0])
 
     def report_forward(self, step: ScheduledStep, hidden: Tensor) -> tuple[Report, ...]:
         """Return the parts' reports of a step's forward pass, including pooled outputs. hidden [N,
@@ -57,6 +59,8 @@ class StepSampler:
         rows, chosen = step.rows, step.chosen
         assert chosen is not None, "the step has got this far"
         count = rows.slots_np.size
+        if rows.are_verified:
+            return _verified(rows, _outcome(step), chosen.greedy[:count], step.reports)
         if rows.has_drafts:
             assert chosen.inputs is not None, "steps with drafts keep their last tokens"
             rows = rows.following(chosen.inputs[:count])
@@ -76,14 +80,14 @@ class StepSampler:
 
     def _verify(self, rows: SampleRows, inputs: Tensor, sampled: SamplerOutput) -> SamplerOutput:
         """Decide which samples rows gain. inputs: int64 [R]."""
-        firsts = np.append(rows.firsts, rows.slots_np.size).astype(np.int32)
-        outcome = self._tables.verify(
-            sampled.token_ids, inputs, upload(firsts, inputs.device), rows.slots
+        groups = rows.groups
+        assert groups is not None, "a step with drafts"
+        verified = self._verifier.verify(
+            sampled.token_ids, inputs, groups.firsts, self._num_rows, rows.slots
         )
-        self._parts.follow(outcome.kept, rows)
-        own = rows.newest_of(rows.slots)
-        gained = Gained(own, outcome.gained, outcome.counts)
-        return replace(sampled, refused=outcome.refused, gained=gained, total=outcome.total)
+        self._parts.follow(verified.kept, rows)
+        gained = Gained(verified.rows, verified.gained, verified.counts)
+        return replace(sampled, refused=verified.refused, gained=gained, total=verified.total)
 
     def _refuse(
         self, rows: SampleRows, inputs: Tensor, sampled: SamplerOutput, refused: Tensor
@@ -100,7 +104,7 @@ class StepSampler:
         been refused, with each row's refusals so far below."""
         if sampled.total is None:
             return rows.newest_of(sampled.token_ids)
-        newest = self._tables.last_sampled[rows.newest_of(rows.slots).long()]
+        newest = self._tables.last_sampled.index_select(0, rows.newest_of(rows.slots))
         return torch.stack((newest, sampled.total.long()))
 
     def draft(self, step: Unsampled, sampled: SamplerOutput) -> Tensor | None:
@@ -110,6 +114,10 @@ class StepSampler:
         if self.drafter is None:
             return None
         rows, gained = step.rows, sampled.gained
+        if rows.are_verified and self.drafter.follower is None:
+            drafts = _outcome(step).drafts
+            assert drafts is not None and gained is not None, "the program has made them"
+            return drafts[: gained.rows.shape[0]]
         if gained is None:
             gained = self._one_each(rows, sampled)
         if step.skips_drafts:
@@ -117,19 +125,25 @@ class StepSampler:
             return None
         if self.drafter.follower is not None:
             gained = gained._replace(ends=self._ends(rows, sampled.refused))
-        drafts = self.drafter.propose(gained)
-        self._tables.drafts.index_copy_(0, gained.rows.long(), drafts)
-        return drafts
+        return self._verifier.propose(self.drafter, gained)
+
+    def draft_verified(self, step: Unsampled) -> None:
+        """Do what is left to do for the next drafts of a step whose program has verified its own:
+        a draft model makes them now."""
+        if self.drafter is not None and self.drafter.follower is not None:
+            self.draft(step, self.sample(step))
 
     def _ends(self, rows: SampleRows, refused: Tensor | None) -> RowEnds:
         """Return where rows end. refused: see SamplerOutput."""
-        own = rows.newest()
-        positions = own.positions if refused is None else own.positions - refused
+        positions, groups = rows.newest_of(rows.positions), rows.groups
+        newest_np = rows.positions_np if groups is None else rows.positions_np[groups.newest_np]
+        own = cache(rows.newest)  # graphs do not need it
 
         def choose(logits: Tensor, at: Tensor) -> Tensor:
-            return self._parts.chooser.choose(logits, own._replace(positions=at))
+            return self._parts.chooser.choose(logits, own()._replace(positions=at))
 
-        return RowEnds(positions, int(own.positions_np.max(initial=0)), choose)
+        longest = int(newest_np.max(initial=0))
+        return RowEnds(positions if refused is None else positions - refused, longest, choose)
 
     def _one_each(self, rows: SampleRows, sampled: SamplerOutput) -> Gained:
         """Return what rows gain in a step without drafts."""
@@ -139,3 +153,21 @@ class StepSampler:
             counts = counts - sampled.refused
             newest = newest.masked_fill(sampled.refused > 0, NO_TOKEN)
         return Gained(own, newest.unsqueeze(1), counts)
+
+
+def _outcome(step: Unsampled) -> Outcome:
+    chosen = step.chosen
+    assert chosen is not None and chosen.outcome is not None, "the program has verified its drafts"
+    return chosen.outcome
+
+
+def _verified(
+    rows: SampleRows, outcome: Outcome, token_ids: Tensor, reports: tuple[Report, ...]
+) -> SamplerOutput:
+    """Return what rows gain by the outcome that their step's program has found."""
+    assert rows.groups is not None, "a step with drafts"
+    count, verified = rows.groups.firsts_np.size, outcome.verified
+    gained = Gained(verified.rows[:count], verified.gained[:count], verified.counts[:count])
+    return SamplerOutput(
+        token_ids, reports, verified.refused[:count], gained, verified.total[:count]
+    )

@@ -27,7 +27,7 @@ from worker_daemon.runner.parts.interface import Chosen, PartContext
 from worker_daemon.runner.parts.prompt_embeds import PromptEmbedsPart
 from worker_daemon.runner.parts.registry import PARTS
 from worker_daemon.runner.parts.step_parts import StepParts
-from worker_daemon.runner.sample_rows import Drafted, SampleRows, replayed_rows
+from worker_daemon.runner.sample_rows import SampleRows, group_samples, replayed_rows
 from worker_daemon.runner.scheduled_step import (
     NO_STEP_VALUES,
     NO_UPDATES,
@@ -143,15 +143,14 @@ class Runner:
 def drafted_rows(slots, positions, inputs, slack) -> SampleRows:
     """Rows of a step with drafts. slack: by which the host's positions are too high."""
     rows = sample_rows(slots, positions)
-    firsts = np.searchsorted(rows.slots_np, rows.slots_np)
-    num_before = np.arange(rows.slots_np.size) - firsts
-    drafted = Drafted(
-        num_before, torch.from_numpy(num_before.astype(np.int32)), torch.tensor(inputs)
-    )
     bounds = rows.positions_np + np.asarray(slack, np.int32)
-    return rows._replace(
-        positions_np=bounds, are_bounds=bool(np.any(slack)), has_drafts=True, drafted=drafted
+    rows = rows._replace(
+        positions_np=bounds,
+        are_bounds=bool(np.any(slack)),
+        has_drafts=True,
+        groups=group_samples(rows.slots_np, CPU),
     )
+    return rows.following(torch.tensor(inputs))
 
 
 def new_row(rng) -> Row:

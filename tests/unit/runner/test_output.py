@@ -16,7 +16,9 @@ from worker_daemon.runner.output import DeliveredOutput, NoTokens, ReplyIdentity
 from worker_daemon.runner.parts.interface import Report
 from worker_daemon.runner.parts.step_parts import SamplerOutput
 from worker_daemon.runner.slot_bitmap import slot_bitmap
+from worker_daemon.runner.staging import Delivered
 from worker_daemon.runner.token_history import FOLD_AT, Sampled, SampledTokens, TokenHistory
+from worker_host.draft_counts import DraftCounts
 
 LINK = Link(1, torch.device("cpu"))
 IDENTITY = ReplyIdentity(epoch=4, seq=17, rank=3, weights_version=9)
@@ -67,6 +69,36 @@ def test_strided_columns_are_sent_row_by_row():
         IDENTITY, *columns(np.arange(4)), sampled, status(STATUS_OK), LINK, HISTORY
     ).result()
     assert np.frombuffer(frames[0], "<i4").reshape(4, 3).tolist() == ids.tolist()
+
+
+def test_delivered_drafts_are_reported_as_copied_ones():
+    rng = np.random.default_rng()
+    slots, counts = np.array([0, 3, 4, 9]), rng.integers(1, 6, 4)
+    gained = rng.integers(1, counts + 1).astype(np.int32)
+    token_ids = rng.integers(0, 1000, counts.sum())
+    made = []
+    for is_delivered in (False, True):
+        history, drafts = SampledTokens(10, 40), DraftCounts()
+        row = Sampled(slots, np.ones_like(slots), np.full(4, 7, np.int32), are_bounds=True)
+        own = (IDENTITY, row, slot_bitmap(slots))
+        if is_delivered:
+            delivered = Delivered(token_ids.copy(), gained.copy(), Mock(spec=["synchronize"]))
+            output = DeliveredOutput(*own, delivered, LINK, history, counts, drafts)
+        else:
+            refused = torch.from_numpy((counts - gained).astype(np.int32))
+            sampled = SamplerOutput(torch.from_numpy(token_ids), refused=refused)
+            output = StepOutput(
+                *own, sampled, status(STATUS_OK), LINK, history, counts, drafts=drafts
+            )
+        reply, frames = output.result()
+        assert frames == [] and [*reply.num_sampled] == gained.tolist()
+        known = [history.known_to(slot, 1, 0) for slot in slots]
+        own_tokens = [
+            history.between(slot, 7, end).tolist() for slot, end in zip(slots, known, strict=True)
+        ]
+        made.append((reply, known, own_tokens, drafts.num_drafted, drafts.accepted_by_place))
+    assert made[0] == made[1]
+    assert made[0][1] == (7 + gained).tolist()
 
 
 def test_no_report_means_no_frames():

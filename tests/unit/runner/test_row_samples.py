@@ -21,7 +21,7 @@ from worker_daemon.runner.parts.interface import PartContext, StepPart
 from worker_daemon.runner.parts.random_sampling import RandomSamplingPart
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.row_tables import RowTables, TorchRowKernels
-from worker_daemon.runner.sample_rows import SampleRows, SamplingInputs, Unsampled
+from worker_daemon.runner.sample_rows import SampleRows, SamplingInputs, Unsampled, group_samples
 from worker_daemon.runner.scheduled_step import NO_STEP_VALUES, StepLimits
 from worker_daemon.runner.staging import HostStaging
 from worker_daemon.runner.step_layout import ExactShapes
@@ -131,8 +131,9 @@ def test_a_refused_token_is_the_newest_of_its_row():
     columns = [torch.from_numpy(column.astype(np.int32)) for column in (slots, slots, positions)]
     given = (np.zeros(9, np.int32),) * slots.size
     rows = SampleRows(
-        slots, np.ones_like(slots), positions, parts.refusing, *columns, None, True, b"", given
-    )
+        slots, np.ones_like(slots), positions, parts.refusing, *columns, None, True, b"", given,
+        groups=group_samples(slots, CPU),
+    )  # fmt: skip
     logits = torch.eye(6, LIMITS.vocab_size).roll(10, 1)  # tokens 10 to 15
     chosen = SamplingInputs(logits, logits.argmax(1), torch.arange(20, 26))
     step = Unsampled(rows, chosen, torch.tensor(STATUS_OK), NO_STEP_VALUES)
