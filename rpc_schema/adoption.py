@@ -69,7 +69,8 @@ class RequestRow(Value, frozen=True, kw_only=True):
 
 class AdoptRequests(StepRequest["AdoptRequestsReply"], frozen=True, tag=70, kw_only=True):
     """Report the requests from first_slot on. Steps that failed, or never had a result, are rolled
-    back first. For a driver that attached with keep_requests, before its first step."""
+    back first. For a driver that attached with keep_requests, before its first step; and for one
+    that has the results of all its steps, to recompute them (RecomputeRequests)."""
 
     first_slot: Count = 0
 

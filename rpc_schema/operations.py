@@ -201,6 +201,9 @@ _STEP_ROWS: Final[tuple[StepOperation[Any], ...]] = (
         wt.FinishWeightUpdate, wt.FinishWeightUpdateReply, _WEIGHTS_FILLED, deadline_s=600.0
     ),
     StepOperation(wt.ReloadWeights, wt.ReloadWeightsReply, _WEIGHTS_FILLED, deadline_s=3600.0),
+    StepOperation(  # a step's deadline for each forward pass
+        wt.RecomputeRequests, wt.RecomputeRequestsReply, _STEP, waits_for_peers=True
+    ),
     StepOperation(wt.UpdateConfig, step.Done, _LOADED),
     # Sleep. The first at level 1 may have to page-lock host memory.
     StepOperation(lc.Sleep, lc.MemoryTagsReply, _LOADED, deadline_s=600.0, waits_for_peers=True),

@@ -5,7 +5,17 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
-from rpc_schema.base import Count, Name, Positive, StepReply, StepRequest, Text, Unsigned, Value
+from rpc_schema.base import (
+    Count,
+    Name,
+    Positive,
+    RawInt32,
+    StepReply,
+    StepRequest,
+    Text,
+    Unsigned,
+    Value,
+)
 from rpc_schema.config import RendezvousAddress
 from rpc_schema.identity import ContentIdentity
 from rpc_schema.step import Done
@@ -23,9 +33,10 @@ driver names it, since ranks may have different ones and must have the same afte
 UpdateTarget: TypeAlias = Literal["model", "draft_model"]
 """The weights that an update changes."""
 
-RunningRows: TypeAlias = Literal["drop", "keep"]
+RunningRows: TypeAlias = Literal["drop", "keep", "recompute"]
 """Treatment of the rows of running requests when the weights change. drop: they are freed. keep:
-they go on with the KV that they have, and other weights compute the rest."""
+they go on with the KV that they have, and other weights compute the rest. recompute: they go on
+after a RecomputeRequests; a driver that adopts them before it computes their KV again."""
 
 MAX_TENSORS = 65536
 MAX_STATUS_NAMES = 16
@@ -176,13 +187,42 @@ class ReloadWeights(StepRequest["ReloadWeightsReply"], frozen=True, tag=54, kw_o
     that was loaded, or that UpdateConfig has named since."""
     version: NewVersion = None
     running: RunningRows = "drop"
-    """keep is refused if the KV cache is in FP8: its scales are read again with the weights."""
+    """keep is refused if the KV cache is in FP8: its scales are read again with the weights.
+    recompute is refused if layers keep a state per request, in StartWeightUpdate too."""
 
 
 class ReloadWeightsReply(StepReply, frozen=True, tag=54, kw_only=True):
     size_bytes: Unsigned
     seconds: float
     version: Unsigned
+
+
+MAX_RECOMPUTED_BYTES = 8 << 20
+"""Bound on the tokens of a RecomputeRequests."""
+
+
+class RecomputeRequests(StepRequest["RecomputeRequestsReply"], frozen=True, tag=56, kw_only=True):
+    """Compute KV of rows again, in place, with the present weights; nothing is sampled. No step is
+    in flight. Each forward pass takes the rows' tokens in their order, max_num_tokens of them, the
+    last one what is left: all ranks run the same passes without asking each other. Each may take a
+    step's deadline. If one fails, steps fail until a resynchronization, as after a failed step."""
+
+    rows: RawInt32
+    """For each row (slot, first, end, num_tokens), slots ascending: the KV of its positions from
+    first to end - 1 is computed, from the prompt of its admission and the num_tokens tokens that
+    follow the prompt. A row may begin behind blocks that it shares with rows before it."""
+    token_ids: Annotated[bytes, Meta(max_length=MAX_RECOMPUTED_BYTES)] = b""
+    """Little-endian int32: the tokens that follow the rows' prompts, concatenated. The rank that
+    answers steps reports them (AdoptRequests)."""
+    max_num_tokens: Positive
+    """At most the scheduler's max_num_batched_tokens."""
+
+
+class RecomputeRequestsReply(StepReply, frozen=True, tag=56, kw_only=True):
+    num_tokens: Unsigned
+    """Tokens whose KV was computed again, those of shared blocks once."""
+    num_passes: Count
+    seconds: float
 
 
 class UpdateConfig(StepRequest[Done], frozen=True, tag=55, kw_only=True):

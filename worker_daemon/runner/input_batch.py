@@ -202,7 +202,9 @@ class InputBuilder:
         positions."""
         if step.steady is not None:
             return step.steady.used
-        return self._parts.used_by(step.slots) | self._parts.used_in(step)
+        used = self._parts.used_by(step.slots) | self._parts.used_in(step)
+        # The parts that refuse tokens want corrections of bounds.
+        return used & ~self._parts.refusing if step.recomputes else used
 
     def _fill(self, columns: StepColumns[Int32s], step: ScheduledStep) -> "_Filled":
         on_device = step.starts >= self._state.num_known_tokens[step.slots]

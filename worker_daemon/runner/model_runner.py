@@ -18,6 +18,7 @@ from rpc_schema.codec import Frame
 from rpc_schema.errors import CommError, DeviceError
 from rpc_schema.operations import StepMessage
 from rpc_schema.step import ExecuteDummyBatch, ExecuteModel, SampleTokens
+from rpc_schema.weight_transfer import RecomputeRequests
 from worker_daemon.contracts.arrays import Bools, Int64s
 from worker_daemon.device.failures import drop_scratch, typed_device_error
 from worker_daemon.distributed.bubbles import InputWaits
@@ -28,6 +29,7 @@ from worker_daemon.runner.adoption import Page, describe_requests
 from worker_daemon.runner.input_batch import InputBuilder
 from worker_daemon.runner.output import PendingOutput, ReplyIdentity, StepReplies
 from worker_daemon.runner.parts.step_parts import SamplerOutput, StepParts
+from worker_daemon.runner.recompute import plan_passes, read_rows
 from worker_daemon.runner.report import Report
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.sample_rows import Unsampled
@@ -188,6 +190,8 @@ class ModelRunner:
         self._unsampled: dict[int, _Deferred] = {}
         """Rows that steps have deferred, by the step's seq."""
         self._token_versions = TokenVersions()
+        self._stale: dict[int, int] = {}
+        """Generations of the rows whose KV is to be computed again before they go on, by slot."""
 
     def use(self, program: StageProgram) -> None:
         """Run steps with another program from now on, such as captured graphs."""
@@ -229,6 +233,7 @@ class ModelRunner:
         self.inputs.forget_requests()
         self._unsampled.clear()
         self._token_versions.forget()
+        self._stale.clear()
 
     def weights_changed(self, before: int) -> None:
         """Note that other weights compute the rows from now on. before: number of the version that
@@ -246,9 +251,56 @@ class ModelRunner:
                 ends[slot] = ends[slot]._replace(end=ends[slot].end + num_left)
         self._token_versions.end(before, ends.values())
 
-    def end_epoch(self) -> None:
-        """Keep the notes of blocks' contents that hold for another driver."""
+    def await_recompute(self) -> None:
+        """Note that the present rows go on once recompute_requests has computed their KV again.
+        Another driver finds no KV of those of which it has not."""
+        live = np.flatnonzero(self.state.counts.live)
+        self._stale = dict(zip(live.tolist(), self.state.generation[live].tolist(), strict=True))
+
+    def recompute_requests(
+        self, request: RecomputeRequests, begin: Callable[[int], None]
+    ) -> tuple[int, int]:
+        """Compute KV of rows again with the present weights. Return the numbers of tokens and of
+        forward passes, once the output rank has the last one's outcome; on other ranks the device
+        may not be done. Between passes nothing waits for the device. begin: called with the number
+        of passes, before the first.
+
+        Raises:
+            InvalidStepError: the message does not fit the rows; nothing was done.
+            PrecededByError: a step has failed before; likewise.
+            CommError: the link is broken, if only since a pass has failed on one of several ranks.
+        """
         state = self.state
+        state.check_failure()
+        rows = read_rows(request, state)
+        passes = list(plan_passes(request.seq, rows, request.max_num_tokens))
+        identity = self._identify(request)
+        replies = []
+        begin(len(passes))
+        with state.knowing(rows.tokens):
+            for place, step in enumerate(passes, 1):
+                try:
+                    replies.append(self._run(step, identity))
+                except (CommError, DeviceError):
+                    raise
+                except Exception as error:
+                    if self._num_ranks == 1 or place == len(passes):
+                        raise
+                    left = f"rank {self._rank} failed in pass {place} of {len(passes)}: {error}"
+                    raise_caused(CommError(left), error)
+        for reply in replies:
+            if reply is not None:
+                reply.result()
+        for slot in rows.slots.tolist():
+            self._stale.pop(slot, None)
+        return sum(step.total_num_tokens for step in passes), len(passes)
+
+    def end_epoch(self) -> None:
+        """Keep the notes of blocks' contents that hold for another driver, and only the tokens of
+        rows whose KV was to be computed again."""
+        state = self.state
+        state.give_up_kv(self._stale)
+        self._stale.clear()
         state.contents.end_epoch(state.last_good_seq(self.history.has_confirmed))
 
     def before_relink(self, epoch: int) -> None:

@@ -8,7 +8,7 @@ takes a shorter path. Host memory is the source of truth; input_batch.py makes t
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -180,6 +180,32 @@ class RequestState:
             yield
         finally:
             self._checker.checks_states, self._lockstep = before, lockstep
+
+    @contextmanager
+    def knowing(self, tokens: Mapping[int, Int32s]) -> Iterator[None]:
+        """Let rows take all of these tokens from the host in the block, by slot: those of their
+        admission and those that they have sampled."""
+        before = {slot: self.known_tokens[slot] for slot in tokens}
+        self._know(tokens)
+        try:
+            yield
+        finally:
+            self._know(before)
+
+    def _know(self, tokens: Mapping[int, Int32s]) -> None:
+        for slot, own in tokens.items():
+            self.known_tokens[slot] = own
+            self.num_known_tokens[slot] = own.size
+
+    def give_up_kv(self, rows: Mapping[int, int]) -> None:
+        """Keep no computed tokens of rows, by slot and generation; their requests stay."""
+        slots = np.array([*rows], np.int64)
+        own = slots[self.are_current(slots, np.array([*rows.values()], np.int64))]
+        if own.size:
+            counts = self.counts
+            self._steady = {}
+            counts.num_computed[own] = 0
+            counts.blocks_by_group[:, own] = 0
 
     def last_good_seq(self, has_ended_well: Callable[[int, int], bool]) -> int:
         """Return the last of the recorded steps up to which all are known to have succeeded (by

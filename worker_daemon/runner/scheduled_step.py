@@ -175,6 +175,9 @@ class ScheduledStep(NamedTuple):
     """None: no token is a draft."""
     skips_drafts: bool = False
     """The last stage makes no drafts after it."""
+    recomputes: bool = False
+    """It only computes KV again: nothing is sampled or reported, and counts stay. They may be
+    bounds, but those of this step are exact."""
 
 
 def blocks_before_window(num_computed: Int32s, group: BlockGroup) -> Int32s:

@@ -39,7 +39,9 @@ class StepSampler:
 
     def report_forward(self, step: ScheduledStep, hidden: Tensor) -> tuple[Report, ...]:
         """Return the parts' reports of a step's forward pass, including pooled outputs. hidden [N,
-        H]: the last layer's output."""
+        H]: the last layer's output. None of a step that recomputes."""
+        if step.recomputes:
+            return ()
         reports: tuple[Report, ...] = ()
         if self._parts.has_reports_of_forward:
             reports = self._parts.report_forward(hidden, step, self)

@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol, TypeAlias
 from rpc_schema import step
 from rpc_schema.codec import Frame, StepReplyMessage
 from rpc_schema.operations import STEP_OPERATIONS, StepMessage, operation_name
+from rpc_schema.weight_transfer import RecomputeRequests
 from worker_daemon.contracts.uploads import FindUpload
 from worker_daemon.phases import SetPhase
 from worker_daemon.worker.description import WorkerDescription
@@ -119,6 +120,9 @@ STEPS_WITH_ARRAYS: Final = (step.ExecuteModel, step.SampleTokens)
 STEPS: Final = (*STEPS_WITH_ARRAYS, step.ExecuteDummyBatch)
 """Requests that only the output rank answers, with a PendingReply; every rank answers the others
 with a complete reply."""
+
+RUN_STEPS: Final = (*STEPS, RecomputeRequests)
+"""Requests whose unexpected failure leaves other ranks in a step."""
 
 
 def request_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], Callable[..., Any]]:

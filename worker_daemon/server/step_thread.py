@@ -31,6 +31,7 @@ from worker_daemon.server.auth.bad_peers import Peer
 from worker_daemon.server.auth.security import Security
 from worker_daemon.server.completion import Completion
 from worker_daemon.server.dispatch import (
+    RUN_STEPS,
     STEPS,
     STEPS_WITH_ARRAYS,
     WAITS_FOR_PEERS,
@@ -391,7 +392,7 @@ class _StepLoop:
         error = self._worker.typed_error(error)
         if not isinstance(error, WorkerError):
             logger.error("%s seq %d failed", type(message).__name__, message.seq, exc_info=error)
-            if type(message) in STEPS:
+            if type(message) in RUN_STEPS:
                 error = self._worker.step_error(error)
         reply = error_reply(error, epoch=message.epoch, seq=message.seq, rank=self._worker.rank)
         if type(message) in STEPS:

@@ -414,7 +414,12 @@ class Worker:
 
     def start_weight_update(self, message: wt.StartWeightUpdate) -> Done:
         """Open an update: no step runs until it is finished, unless it is the draft model's, whose
-        drafts change no token."""
+        drafts change no token.
+
+        Raises: see WeightTransfer.start, and
+            ConfigError: rows are to be recomputed, and layers keep a state per request.
+        """
+        self._check_recomputes(message.running)
         self._transfer.start(message, self._model, self._device.opened.place)
         if message.target == "model":
             self._leave_weights(message.running)
@@ -445,14 +450,17 @@ class Worker:
         """Read the weights again, in place; an open update is dropped.
 
         Raises: see WeightState.next_version and loading.reload, and
-            ConfigError: rows are to be kept, whose KV needs the scales that it was written with.
+            ConfigError: rows are to be kept, whose KV needs the scales that it was written with; or
+                to be recomputed, and layers keep a state per request.
         """
         began = time.monotonic()
         before = self._model.weights.version
         version = self._model.weights.next_version(message.version)
         if message.running == "keep" and self._model.cache_dtype is FP8:
             problem = "a reload reads the scales of the KV cache in FP8 again"
-            raise config_error("running", message.running, problem, "drop, or a weight update")
+            fix = "recompute, drop, or a weight update"
+            raise config_error("running", message.running, problem, fix)
+        self._check_recomputes(message.running)
         self._leave_weights(message.running)
         self._set_phase("LOADING", LONG_OPERATION_S)
         config = self._model.next_load
@@ -477,8 +485,34 @@ class Worker:
         weights that are about to be replaced."""
         if running == "drop":
             self._forget_cache()
-        else:
-            self._forget_contents()
+            return
+        self._forget_contents()
+        if running == "recompute" and self._serving_or_none is not None:
+            self._serving_or_none.runner.await_recompute()
+
+    def _check_recomputes(self, running: wt.RunningRows) -> None:
+        if running == "recompute" and self._model.resolved.decoder.keeps_state:
+            problem = "layers of the model keep a state per request, which cannot be recomputed"
+            raise config_error("running", running, problem, "keep or drop")
+
+    def recompute_requests(self, message: wt.RecomputeRequests) -> wt.RecomputeRequestsReply:
+        """Compute KV of rows again, with the present weights. Raises: see
+        ModelRunner.recompute_requests, and StateError while the weights are not complete."""
+        began = time.monotonic()
+        self._model.weights.require_whole("RecomputeRequests")
+        step_deadline_s = self._model.config.scheduler.step_deadline_ms / 1000
+
+        def begin(num_passes: int) -> None:
+            self._set_phase("RECOMPUTING", step_deadline_s * max(1, num_passes))
+
+        num_tokens, num_passes = self._serving.runner.recompute_requests(message, begin)
+        self._device.opened.synchronize()
+        return wt.RecomputeRequestsReply(
+            **self._identity(message),
+            num_tokens=num_tokens,
+            num_passes=num_passes,
+            seconds=time.monotonic() - began,
+        )
 
     def _weights_changed(self, before: int) -> None:
         """Tell the runner that the rows go on with other weights than those of version `before`."""

@@ -3,7 +3,7 @@ of a failure on the group is in `failure_state.py`."""
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Protocol
@@ -318,13 +318,27 @@ class StepsInFlight:
         self.lose_rows(reason)
         self.slots.lose_contents()
 
-    def lose_rows(self, reason: str, *, aborts: bool = False) -> None:
+    def lose_rows(
+        self,
+        reason: str,
+        *,
+        aborts: bool = False,
+        req_ids: Collection[str] | None = None,
+        cause: WorkerDaemonError | None = None,
+    ) -> None:
         """Forget all requests, and have the next step fail so that the scheduler learns of it.
-        aborts: they are not to be admitted again."""
-        lost = self.slots.drop_all()
+        aborts: they are not to be admitted again. req_ids: only these, which may be of a step that
+        was not sent. cause: an operation's failure."""
+        if req_ids is None:
+            lost = self.slots.drop_all()
+        else:
+            lost = self.slots.drop(req_ids) | frozenset(req_ids)
         if lost:
             error = ClientError(reason)
-            failure = self._new_failure(error, self.output_rank, ErrorCode.PRECEDED_BY)
+            rank, code = self.output_rank, ErrorCode.PRECEDED_BY
+            if isinstance(cause, WorkerError) and cause.rank is not None:
+                rank, code = cause.rank, cause.code
+            failure = self._new_failure(error, rank, code)
             failure.lost |= lost
             failure.aborted |= lost if aborts else frozenset()
             self._fail_from(0, failure)

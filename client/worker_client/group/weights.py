@@ -22,6 +22,7 @@ from worker_client.errors import (
 from worker_client.group.failure_state import Change, FailureState, WeightsGone
 from worker_client.group.group_channel import GroupChannel
 from worker_client.group.outcomes import StepsInFlight
+from worker_client.group.recomputing import Recomputation, Recomputed
 from worker_client.group.waiting import Waiter
 from worker_client.group.weights_state import (
     WeightsVersion,
@@ -66,8 +67,14 @@ class GroupWeights:
         newest driver of the group sets it."""
         self.planned: Callable[[], SchedulerOutput | None] | None = None
         """Returns the step that this driver has planned and not sent."""
+        self.recomputed: Recomputed | None = None
+        """The work of the last update or reload with `recompute`; None: there was none, or a rank
+        has failed and all requests were lost."""
+        self._recomputation = Recomputation(channel, steps, state)
         self._keeps_rows = False
         """The latest update, open or not, keeps requests."""
+        self._must_recompute = False
+        """Requests that are kept are to be recomputed once the weights are complete."""
 
     def learn(self, statuses: Sequence[lc.Status]) -> None:
         """Note what the ranks hold: steps are refused unless all have complete weights of one
@@ -138,13 +145,15 @@ class GroupWeights:
             names them. `keep`: they go on with the KV that they have, all ranks with the new
             weights from the same step on. They are held, not lost, if the update fails, until one
             with `keep` is complete. KV that is lost later is computed again by the newest weights.
-            `abort`: they are lost for good (StepFailed.aborted_req_ids): `Driver` returns their
-            outputs with the tokens so far.
+            `recompute`: as `keep`, but finish_update() computes their KV again, all of it by the
+            new weights (docs/weights.md). `abort`: they are lost for good
+            (StepFailed.aborted_req_ids): `Driver` returns their outputs with the tokens so far.
 
         Raises:
             ConfigError: the version is not larger than that of every rank, or the model cannot be
-                updated, or there is no draft model. Nothing has changed, but for requests that are
-                lost.
+                updated, or there is no draft model; or requests cannot be recomputed, since layers
+                keep a state per request, or replicas are in lockstep. Nothing has changed, but for
+                requests that are lost.
         """
         if target != "model" and running != "drop":
             problem, fix = "requests go on while a draft model is updated", "leave it out"
@@ -184,13 +193,15 @@ class GroupWeights:
         return self._channel.ask(partial(wt.UpdateWeights, **tensors._asdict(), source=source))
 
     def finish_update(self) -> list[wt.FinishWeightUpdateReply]:
-        """Close the update on every rank: steps can be sent again.
+        """Close the update on every rank, and recompute requests if it was started so: steps can be
+        sent again.
 
         Raises:
             ConfigError: tensors are missing; the update is still open.
         """
         replies = self._channel.ask(wt.FinishWeightUpdate)
         self.learn(self._statuses())
+        self._recompute()
         return replies
 
     def reload(
@@ -202,7 +213,8 @@ class GroupWeights:
         Raises:
             ConfigError: the directory lies outside the daemons' roots, or holds another
                 model; or the version is not larger than that of every rank; or requests cannot be
-                kept, since the KV cache is in FP8 and its scales would change.
+                kept, since the KV cache is in FP8 and its scales would change; or they cannot be
+                recomputed, as in start_update().
             CheckpointError: a file is missing, truncated or not of this model.
         """
         version = self._next_version(version)
@@ -217,6 +229,7 @@ class GroupWeights:
                 self.learn(self._statuses())
             raise
         self.learn(self._statuses())
+        self._recompute()
         return replies
 
     def update_config(self, overrides: Mapping[str, str | int | bool]) -> None:
@@ -290,12 +303,27 @@ class GroupWeights:
         """Mark the weights incomplete, once no step is in flight, and drop all rows unless they are
         kept: no step may run on weights that are being replaced. Return what ranks do with the
         rows."""
+        if running == "recompute" and self._channel.num_replicas > 1:
+            problem = "replicas in lockstep cannot recompute requests"
+            raise config_error("running", running, problem, "use keep, drop or abort")
         self._waiter.wait_for_all()
-        self._keeps_rows = running == "keep"
-        if not self._keeps_rows:
+        self._keeps_rows = running in ("keep", "recompute")
+        if self._keeps_rows:
+            self._must_recompute |= running == "recompute"
+        else:
             self._steps.lose_rows("the weights were replaced", aborts=running == "abort")
+            self._must_recompute = False
         self._state.apply(given_up(cause))
-        return "keep" if self._keeps_rows else "drop"
+        return "drop" if running == "abort" else running
+
+    def _recompute(self) -> None:
+        """Recompute requests, if they wait for it and the weights are complete."""
+        if not self._must_recompute or self._state.weights_cause:
+            return
+        self._must_recompute = False
+        planned = None if self.planned is None else self.planned()
+        self.recomputed = None
+        self.recomputed = self._recomputation.run(planned)
 
     def _save(self, build: Callable[..., StepRequest[ReplyT]]) -> list[ReplyT]:
         """Have each rank write, and keep the files if all have succeeded; else remove them, as far

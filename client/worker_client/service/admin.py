@@ -28,7 +28,7 @@ from worker_client.service.streaming import JsonObject
 SLEEPS: Final = "the group sleeps; fix: POST /wake_up"
 NOT_WHOLE: Final = "the group's weights are not whole; fix: POST /update_weights"
 _TAGS: Final[tuple[MemoryTag, ...]] = get_args(MemoryTag)
-_RUNNING: Final[tuple[RunningRequests, ...]] = ("keep", "abort", "drop")
+_RUNNING: Final[tuple[RunningRequests, ...]] = ("keep", "recompute", "abort", "drop")
 _UNMAPPED: Final = ("asleep", "discarded")
 Version = Annotated[int, Meta(ge=0)]
 T = TypeVar("T")

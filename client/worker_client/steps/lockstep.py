@@ -127,6 +127,10 @@ class LockstepSlots:
         """See SlotTable.drop_all."""
         return frozenset(chain(*[table.drop_all() for table in self._tables]))
 
+    def drop(self, req_ids: Collection[str]) -> frozenset[str]:
+        """See SlotTable.drop."""
+        return frozenset(chain(*[table.drop(req_ids) for table in self._tables]))
+
     def withdraw(self, output: SchedulerOutput) -> frozenset[str]:
         """See SlotTable.withdraw."""
         parts: object = getattr(output, "replicas", ())

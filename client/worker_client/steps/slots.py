@@ -118,6 +118,20 @@ class SlotTable:
         """Return the slot of a request; KeyError if it has none."""
         return self._slot_of[req_id]
 
+    @property
+    def limits(self) -> GroupLimits:
+        """The limits of each step."""
+        return self._limits
+
+    @property
+    def must_resync(self) -> bool:
+        """True if the next step is sent in full: the workers may have other rows than these."""
+        return self._must_resync
+
+    def awaits_sampling(self, req_id: str) -> bool:
+        """Return True if the last token of a request with a slot waits to be sampled."""
+        return self._slot_of[req_id] in self._deferred.slots
+
     def encode(
         self,
         output: SchedulerOutput,
@@ -311,6 +325,15 @@ class SlotTable:
         self._release(list(dropped))
         self._must_resync = True
         return dropped
+
+    def drop(self, req_ids: Collection[str]) -> frozenset[str]:
+        """Forget those of these requests that have a slot; the next step is sent in full. Return
+        their ids."""
+        self._flush()
+        dropped = self._known(req_ids)
+        self._release(dropped)
+        self._must_resync = True
+        return frozenset(dropped)
 
     def lose_contents(self) -> None:
         """Record that the workers' KV cache has lost its contents: requests cannot begin with

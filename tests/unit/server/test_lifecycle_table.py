@@ -54,6 +54,7 @@ EXPECTED = {
     wt.UpdateWeights: ({MODEL, KV, READY}, ANY_LINK),
     wt.FinishWeightUpdate: ({MODEL, KV, READY}, ANY_LINK),
     wt.ReloadWeights: ({MODEL, KV, READY}, ANY_LINK),
+    wt.RecomputeRequests: ({READY}, {"up"}),
     wt.UpdateConfig: ({MODEL, KV, READY}, ANY_LINK),
     lora.PrepareLora: ({MODEL, KV, READY}, ANY_LINK),
     lora.AddLora: ({MODEL, KV, READY}, ANY_LINK),
@@ -157,6 +158,7 @@ NEEDS_BOTH = {
     step.ExecuteModel,
     step.SampleTokens,
     step.ExecuteDummyBatch,
+    wt.RecomputeRequests,
 }
 TAG_STATES = [MemoryTags(*states) for states in product(get_args(lc.TagState), repeat=2)]
 

@@ -1,0 +1,109 @@
+"""Reads a RecomputeRequests, and plans its forward passes: from the message alone, so that all
+ranks run the same ones. Pure."""
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from rpc_schema.errors import InvalidStepError
+from rpc_schema.weight_transfer import RecomputeRequests
+from worker_daemon.contracts.arrays import Int32s
+from worker_daemon.runner.request_state import RequestState
+from worker_daemon.runner.scheduled_step import NO_STEP_VALUES, NO_UPDATES, ScheduledStep
+
+_COLUMNS: Final = 4
+
+
+class RecomputedRows(NamedTuple):
+    """The rows of a message. Aligned columns [n]."""
+
+    slots: Int32s
+    """Ascending."""
+    firsts: Int32s
+    """The first position whose KV is computed."""
+    ends: Int32s
+    """The position behind the last one."""
+    tokens: dict[int, Int32s]
+    """By slot, the prompt of each row and the tokens that follow it."""
+
+
+def read_rows(message: RecomputeRequests, state: RequestState) -> RecomputedRows:
+    """Return the rows that a message names.
+
+    Raises:
+        InvalidStepError: they are not rows with a request, in the order of their slots, or have
+            not so many computed tokens, or the tokens do not fit them.
+    """
+    limits, counts = state.limits, state.counts
+    if message.max_num_tokens > limits.max_num_batched_tokens:
+        fix = f"at most {limits.max_num_batched_tokens}, the scheduler's max_num_batched_tokens"
+        raise _invalid("max_num_tokens", message.max_num_tokens, fix)
+    if len(message.rows) % (4 * _COLUMNS) or len(message.token_ids) % 4:
+        fix = "four int32 for each row, and an int32 for each token"
+        raise _invalid("rows", f"{len(message.rows)} bytes", fix)
+    rows = np.frombuffer(message.rows, "<i4").astype(np.int32).reshape(-1, _COLUMNS)
+    slots, firsts, ends, num_given = rows.T
+    is_row = (slots >= 0) & (slots < limits.max_num_seqs)
+    if not is_row.all() or (np.diff(slots) <= 0).any() or not counts.live[slots].all():
+        raise _invalid("rows", slots.tolist()[:8], "slots of requests, ascending")
+    most = np.minimum(counts.num_computed[slots], state.num_prompt_tokens[slots] + num_given)
+    wrong = (num_given < 0) | (firsts < 0) | (firsts >= ends) | (ends > most)
+    if wrong.any():
+        index = int(wrong.argmax())
+        slot = int(slots[index])
+        fix = f"positions of its {counts.num_computed[slot]} computed tokens that are given"
+        raise _invalid(f"rows[{slot}]", rows[index].tolist(), fix)
+    given = np.frombuffer(message.token_ids, "<i4").astype(np.int32)
+    if int(num_given.sum()) != given.size:
+        raise _invalid("token_ids", given.size, f"the {int(num_given.sum())} tokens of the rows")
+    if given.size and not 0 <= int(given.min()) <= int(given.max()) < limits.vocab_size:
+        fix = f"tokens from 0 to {limits.vocab_size - 1}"
+        raise _invalid("token_ids", [int(given.min()), int(given.max())], fix)
+    by_row = np.split(given, np.cumsum(num_given)[:-1]) if slots.size else []
+    tokens = {
+        slot: np.concatenate((state.known_tokens[slot][: state.num_prompt_tokens[slot]], own))
+        for slot, own in zip(slots.tolist(), by_row, strict=True)
+    }
+    return RecomputedRows(slots, firsts, ends, tokens)
+
+
+def plan_passes(seq: int, rows: RecomputedRows, most: int) -> Iterator[ScheduledStep]:
+    """Yield passes over the rows' tokens, one row after the other, of `most` tokens each and the
+    rest in the last one. A pass may begin and end within a row, and has no row twice."""
+    counts = (rows.ends - rows.firsts).astype(np.int64)
+    reached = np.cumsum(counts)
+    begun = reached - counts
+    total = int(counts.sum())
+    for first in range(0, total, most):
+        last = min(first + most, total)
+        part = slice(
+            int(np.searchsorted(reached, first, side="right")),
+            int(np.searchsorted(begun, last, side="left")),
+        )
+        starts = rows.firsts[part] + np.maximum(first - begun[part], 0)
+        ends = rows.firsts[part] + np.minimum(last - begun[part], counts[part])
+        yield _pass(seq, rows.slots[part], starts.astype(np.int32), ends.astype(np.int32))
+
+
+def _pass(seq: int, slots: Int32s, starts: Int32s, ends: Int32s) -> ScheduledStep:
+    return ScheduledStep(
+        seq,
+        slots.astype(np.int64),
+        num_tokens=ends - starts,
+        starts=starts,
+        ends=ends,
+        total_num_tokens=int((ends - starts).sum()),
+        longest=int(ends.max()),
+        num_samples=np.zeros_like(starts),
+        new_requests=(),
+        block_updates=NO_UPDATES,
+        deferred=None,
+        step_values=NO_STEP_VALUES,
+        recomputes=True,
+    )
+
+
+def _invalid(field: str, value: object, fix: str) -> InvalidStepError:
+    message = "the requests cannot be recomputed; nothing was"
+    return InvalidStepError(message, field=field, value=value, fix=fix)
