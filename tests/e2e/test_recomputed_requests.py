@@ -3,8 +3,12 @@ transformers' model gives after the same tokens, all computed by that version, a
 probability."""
 
 import random
+from contextlib import closing
+from functools import partial
+from itertools import islice
 
 import pytest
+import torch
 
 from rpc_schema.config import LoraConfig
 from rpc_schema.errors import ConfigError
@@ -12,19 +16,29 @@ from rpc_schema.weight_transfer import DiskEngine, DiskSource
 from tests.e2e.test_kept_requests import Watched
 from tests.support.checkpoints import prompts
 from tests.support.decaying_reference import make_decaying
+from tests.support.embedded_prompts import random_prompts
 from tests.support.families import command
 from tests.support.faulty_daemon import Fault, FaultyDaemons
 from tests.support.lora_adapters import make_adapter
 from tests.support.serving import (
     LONG_LEASE,
+    LOOKUPS,
     connect,
     drafts_by,
     greedy_request,
+    scheduler_limits,
     worker_config,
 )
+from tests.support.structured import EOS_TOKEN_ID, VOCAB_SIZE, make_tokenizer, regex_case
 from tests.support.window_models import MAX_MODEL_LEN, STEP_TOKENS, WINDOW, make_model
+from worker_client.driver import Driver
+from worker_client.driver_parts.registry import DriverOptions
 from worker_client.errors import WeightsNotWhole, WorkerDied
+from worker_client.inputs.request_parser import RequestParser
+from worker_client.inputs.tokenizer import load_tokenizer
 from worker_client.launcher import LocalDaemons
+from worker_client.scheduler import Scheduler
+from worker_client.structured.grammars import Grammars
 from worker_client.trainer.sender import WeightSender
 from worker_client.wire.worker_client import TensorList
 from worker_client.worker_group import WorkerGroup
@@ -165,6 +179,64 @@ def test_adapters_and_drafts(serve, models, method, seed):
     for number, text in enumerate(texts):
         assert_as_fresh(models_of[number // 2], text, watched.outputs[f"r{number}"])
         assert len(watched.outputs[f"r{number}"].weights_versions) == 2
+
+
+def embed(model, token_ids):
+    with torch.no_grad():
+        return model.model.get_input_embeddings()(torch.tensor(token_ids))
+
+
+def test_grammars_and_prompt_embeddings(serve, checkpoint, seed):
+    """Of rows with grammars the model's own log probabilities are compared, without the mask."""
+    sizes = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_TOKEN_ID}
+    old, new = (checkpoint(seed=each, **sizes) for each in (97, 98))
+    make_tokenizer(old.path)
+    texts = texts_of(seed, [18, 31])
+    embedded = list(islice(random_prompts(old, seed, 20), 5))
+    with (
+        closing(Grammars(old.path, VOCAB_SIZE, [EOS_TOKEN_ID])) as grammars,
+        serve(old.path, 2, speculative=LOOKUPS["ngram"]) as (group, loaded),
+    ):
+        watched = Watched(group, loaded)
+        watched.scheduler = Scheduler(scheduler_limits(group, loaded), load_tokenizer(old.path))
+        options = DriverOptions(grammars)
+        watched.driver = Driver(group, watched.scheduler, watched._listen, options=options)
+        parser = RequestParser(load_tokenizer(old.path).encode, seed=1)
+        for number, text in enumerate(texts):
+            fields = {"id": f"g{number}", "prompt_token_ids": text, "max_tokens": 40}
+            grammar = regex_case("([ab]{3}-){20}").options
+            fields |= {"structured_outputs": grammar, "full_logprobs": True}
+            watched.driver.add_request(parser.from_fields(fields, number))
+        for number, prompt in enumerate(embedded):
+            watched.driver.add_request(prompt.request(f"e{number}", 30, full_logprobs=True))
+        while "g0" not in watched.versions or "e4" not in watched.versions:
+            watched.step()
+        first = group.weights.version.number
+        recompute(group, new)
+        watched.finish()
+    assert watched.driver.num_failures == 0
+    model_of = {first: old, first + 1: new}
+
+    def check(name, embed_prompt):
+        output, place = watched.outputs[name], 0
+        assert [run.version for run in output.weights_versions] == [*model_of], name
+        for run in output.weights_versions:
+            model = model_of[run.version]
+            with torch.no_grad():
+                tail = embed(model, output.token_ids)
+                inputs = torch.cat((embed_prompt(model), tail)).unsqueeze(0)
+                logits = model.model(inputs_embeds=inputs).logits[0].float()
+            expected = logits.log_softmax(-1)[inputs.shape[1] - len(output.token_ids) - 1 :]
+            for _ in range(run.num_tokens):
+                found = output.full_logprobs[place].full
+                wanted = expected[place][output.token_ids[place]].item()
+                assert abs(found - wanted) < CLOSER, (name, place, run)
+                place += 1
+
+    for number, text in enumerate(texts):
+        check(f"g{number}", partial(embed, token_ids=text))
+    for number, prompt in enumerate(embedded):
+        check(f"e{number}", prompt.whole)
 
 
 def test_cache_in_fp8_with_other_scales(daemons, models, seed):
