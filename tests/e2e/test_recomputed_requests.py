@@ -101,6 +101,10 @@ def recompute(group, model, engine="reload"):
         group.weights.start_update(running="recompute")
         group.weights.update(TensorList(), DiskSource(model=str(model.path)))
         group.weights.finish_update()
+    elif engine == "mended":
+        group.weights.init_transfer_engine(DiskEngine())
+        group.weights.start_update(running="recompute")
+        group.weights.reload(str(model.path), running="keep")
     else:
         with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
             sender.send(dict(model.model.state_dict()), running="recompute")
@@ -129,7 +133,8 @@ def texts_of(seed, lengths):
 
 @pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 1), (1, 2)])
 def test_requests_go_on_as_if_the_new_weights_had_computed_them(serve, models, pp, tp, seed):
-    """Over every engine, in several passes, in the middle of a prompt, and with shared blocks."""
+    """By every engine, in several passes, in the middle of a prompt, and with shared blocks. An
+    update that keeps requests recomputes what one before it has not."""
     rng = random.Random(seed)
     texts = texts_of(seed, [40, 33, 9, 90])
     texts.insert(1, texts[0])
@@ -140,7 +145,7 @@ def test_requests_go_on_as_if_the_new_weights_had_computed_them(serve, models, p
         watched.step(4)
         add(watched, texts[1:], 40, first=1)
         watched.step(2)
-        for number, engine in enumerate(["reload", "disk", "gloo"]):
+        for number, engine in enumerate(["reload", "disk", "gloo", "mended"]):
             watched.step(rng.randrange(1, 4))
             model = models[(number + 1) % 3]
             recompute(group, model, engine)

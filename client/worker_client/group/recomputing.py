@@ -42,7 +42,7 @@ class Recomputed(NamedTuple):
     """Time of the slowest rank, over all messages."""
 
 
-class _Message(NamedTuple):
+class RowsMessage(NamedTuple):
     """A RecomputeRequests to be."""
 
     rows: list[_Columns]
@@ -89,13 +89,13 @@ class Recomputation:
             for req_id in slots.req_ids:
                 found = rows.get(req_id)
                 waits = slots.awaits_sampling(req_id)
-                if found is not None and _is_in_place(found, groups, awaits_sampling=waits):
+                if found is not None and is_in_place(found, groups, awaits_sampling=waits):
                     kept.append(found)
                 else:
                     lost.add(req_id)
             kept.sort(key=lambda row: row.row.slot)
             most = slots.limits.max_num_batched_tokens
-            replies = [self._send(each, most) for each in _messages(_columns(kept, groups))]
+            replies = [self._send(each, most) for each in split_rows(plan_rows(kept, groups))]
         except (WorkerError, DeadlineExceeded) as error:
             if isinstance(error, ENDS_OWNERSHIP):
                 raise
@@ -136,7 +136,7 @@ class Recomputation:
         assert kv_cache is not None, "legal in READY only"
         return groups_of(kv_cache)
 
-    def _send(self, message: _Message, most: int) -> list[RecomputeRequestsReply]:
+    def _send(self, message: RowsMessage, most: int) -> list[RecomputeRequestsReply]:
         """Have all ranks recompute rows, in passes of at most `most` tokens."""
         num_passes = -(-message.num_tokens // most)
         rows = np.array(message.rows, "<i4").tobytes()
@@ -151,7 +151,7 @@ class Recomputation:
         )
 
 
-def _is_in_place(row: RankRow, groups: Sequence[BlockGroup], *, awaits_sampling: bool) -> bool:
+def is_in_place(row: RankRow, groups: Sequence[BlockGroup], *, awaits_sampling: bool) -> bool:
     """Return True if a row has all that its KV follows from: its tokens, and a block for each.
     Windows may have passed some. A pooled output is made of all hidden states. Of a row that waits
     for its sampling, drafts may be computed that nobody here knows."""
@@ -175,7 +175,7 @@ def _end(row: RankRow) -> int:
     return min(row.row.num_computed_tokens, known)
 
 
-def _columns(
+def plan_rows(
     rows: Iterable[RankRow], groups: Sequence[BlockGroup]
 ) -> Iterator[tuple[_Columns, bytes]]:
     """Yield the columns and the further tokens of each row, slots ascending. A row begins behind
@@ -194,13 +194,13 @@ def _columns(
             yield (row.row.slot, first, end, given.size), given.astype("<i4").tobytes()
 
 
-def _messages(rows: Iterable[tuple[_Columns, bytes]]) -> Iterator[_Message]:
+def split_rows(rows: Iterable[tuple[_Columns, bytes]]) -> Iterator[RowsMessage]:
     """Put rows into as few messages as their tokens fit into."""
-    message, size = _Message([], []), 0
+    message, size = RowsMessage([], []), 0
     for columns, token_ids in rows:
         if message.rows and size + len(token_ids) > MAX_RECOMPUTED_BYTES:
             yield message
-            message, size = _Message([], []), 0
+            message, size = RowsMessage([], []), 0
         message.rows.append(columns)
         message.token_ids.append(token_ids)
         size += len(token_ids)
