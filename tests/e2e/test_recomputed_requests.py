@@ -155,9 +155,12 @@ def test_requests_go_on_as_if_the_new_weights_had_computed_them(serve, models, p
             counts = group.slots._rows.num_computed[computed]
             assert group.weights.recomputed.num_tokens == counts.sum() - 36
             assert group.weights.recomputed.num_passes == -(-(counts.sum() - 36) // 32)
+        texts.append(texts[0])
+        add(watched, texts[-1:], 5, first=5)
         watched.finish()
     assert watched.driver.num_failures == 0
     assert dict.fromkeys(watched.outputs, 1) == watched.admitted
+    assert watched.outputs["r5"].num_cached_tokens == 36
     assert_all_fresh(watched, model_of, texts)
 
 

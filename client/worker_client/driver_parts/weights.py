@@ -3,7 +3,7 @@
 from worker_client.driver_parts.context import DriverContext
 from worker_client.driver_parts.interface import DriverPart
 from worker_client.group.weights import GroupWeights
-from worker_client.scheduler import VersionedScheduler
+from worker_client.scheduler import RecomputingScheduler, VersionedScheduler
 
 
 class WeightsPart(DriverPart):
@@ -15,9 +15,11 @@ class WeightsPart(DriverPart):
         if weights is None:
             return
         weights.planned = lambda: context.steps.unsent
-        weights.on_version = None
+        weights.on_version = weights.on_recomputed = None
         if not isinstance(scheduler, VersionedScheduler):
             return
         weights.on_version = scheduler.use_weights
+        if isinstance(scheduler, RecomputingScheduler):
+            weights.on_recomputed = scheduler.share_recomputed
         if weights.version is not None:
             scheduler.use_weights(weights.version)

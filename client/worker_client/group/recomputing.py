@@ -40,6 +40,8 @@ class Recomputed(NamedTuple):
     """Forward passes."""
     seconds: float
     """Time of the slowest rank, over all messages."""
+    lost_req_ids: frozenset[str] = frozenset()
+    """Requests that could not be recomputed in place."""
 
 
 class RowsMessage(NamedTuple):
@@ -81,7 +83,7 @@ class Recomputation:
         lost = {request.req_id for request in new if request.num_computed_tokens}
         if not len(slots):
             self._lose(lost)
-            return Recomputed(0, 0, 0.0)
+            return Recomputed(0, 0, 0.0, frozenset(lost))
         try:
             rows = {row.row.req_id: row for row in self._read_rows()}
             groups = self._groups()
@@ -105,10 +107,13 @@ class Recomputation:
             self._steps.lose_rows(f"{NOT_IN_PLACE}: {error}", cause=error)
             return None
         self._lose(lost)
+        if not lost:
+            slots.share_recomputed()
         return Recomputed(
             sum(of_ranks[0].num_tokens for of_ranks in replies),
             sum(of_ranks[0].num_passes for of_ranks in replies),
             sum(max(reply.seconds for reply in of_ranks) for of_ranks in replies),
+            frozenset(lost),
         )
 
     def _lose(self, req_ids: set[str]) -> None:

@@ -65,6 +65,9 @@ class GroupWeights:
         self.on_version: Callable[[WeightsVersion], None] | None = None
         """Called with each new version before a step can run with it; must not call the group. The
         newest driver of the group sets it."""
+        self.on_recomputed: Callable[[], None] | None = None
+        """Called once the KV of all running requests is of the newest version. Otherwise like
+        on_version."""
         self.planned: Callable[[], SchedulerOutput | None] | None = None
         """Returns the step that this driver has planned and not sent."""
         self.recomputed: Recomputed | None = None
@@ -323,7 +326,9 @@ class GroupWeights:
         self._must_recompute = False
         planned = None if self.planned is None else self.planned()
         self.recomputed = None
-        self.recomputed = self._recomputation.run(planned)
+        done = self.recomputed = self._recomputation.run(planned)
+        if done is not None and not done.lost_req_ids and self.on_recomputed is not None:
+            self.on_recomputed()
 
     def _save(self, build: Callable[..., StepRequest[ReplyT]]) -> list[ReplyT]:
         """Have each rank write, and keep the files if all have succeeded; else remove them, as far

@@ -20,6 +20,7 @@ from worker_client.scheduler.interface import HoldingScheduler as HoldingSchedul
 from worker_client.scheduler.interface import Jump as Jump
 from worker_client.scheduler.interface import JumpingScheduler as JumpingScheduler
 from worker_client.scheduler.interface import PausingScheduler as PausingScheduler
+from worker_client.scheduler.interface import RecomputingScheduler as RecomputingScheduler
 from worker_client.scheduler.interface import SchedulerInterface as SchedulerInterface
 from worker_client.scheduler.interface import SchedulerLimits as SchedulerLimits
 from worker_client.scheduler.interface import VersionedScheduler as VersionedScheduler

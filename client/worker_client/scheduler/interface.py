@@ -94,6 +94,16 @@ class VersionedScheduler(SchedulerInterface, Protocol):
 
 
 @runtime_checkable
+class RecomputingScheduler(VersionedScheduler, Protocol):
+    """A scheduler that shares blocks of requests that were recomputed. With another one, nobody
+    begins with these."""
+
+    def share_recomputed(self) -> None:
+        """Let requests begin with the blocks of those that run, again: the present weights have
+        computed their KV. Called after use_weights."""
+
+
+@runtime_checkable
 class EndingScheduler(SchedulerInterface, Protocol):
     """A scheduler that can end requests with the tokens that they have. With another one, requests
     that an update aborts end without output."""

@@ -470,6 +470,10 @@ class Scheduler:
         if self._blocks.use_weights(version.key, self._queues.unfinished.values()):
             self.forget_prefixes()
 
+    def share_recomputed(self) -> None:
+        """Share the blocks of running requests, again; see RecomputingScheduler."""
+        self._blocks.share_recomputed(self._queues.running.values())
+
     def forget_prefixes(self) -> None:
         """Drop the prefix cache after the group has lost its KV cache: by a sleep or a discard, or
         by new weights of which use_weights does not tell. Requests that the next step would admit

@@ -89,6 +89,14 @@ class RequestBlocks:
                 request.blocks.is_mixed |= is_other and request.is_running
         return is_other
 
+    def share_recomputed(self, running: Iterable[Request]) -> None:
+        """Let others begin with the full blocks of these requests, whose KV is of the weights that
+        were named last."""
+        for request in running:
+            request.blocks.is_mixed = False
+            request.blocks.num_remembered = 0
+            self.remember(request)
+
     def take_changes(self) -> CachedChanges:
         """Return what has changed in the prefix cache since the last call."""
         changes = self._pool.take_changes()

@@ -135,6 +135,16 @@ class BlockHolders:
             row for row, written in enumerate(self._written) if written or row in self._prefixes
         }
 
+    def share_recomputed(self) -> None:
+        """Record that the present weights have computed all that the present rows' blocks hold."""
+        if self._emptied is not None:
+            for row in self._kept:
+                self._emptied[np.frombuffer(self._written[row], np.int32)] = False
+                prefix = self._prefixes.get(row)
+                if prefix is not None:
+                    self._emptied[prefix] = False
+        self._kept.clear()
+
     def first_emptied(self, block_ids: Sequence[int], row: int | None) -> int | None:
         """Return the first of these blocks that has no contents for a request which has this row,
         or none. They exist."""

@@ -262,6 +262,11 @@ class BlockTables:
         if self._holders is not None:
             self._holders.leave_weights()
 
+    def share_recomputed(self) -> None:
+        """See SlotTable.share_recomputed. Call count_appended() before."""
+        if self._holders is not None:
+            self._holders.share_recomputed()
+
     def with_contents(self, blocks: CachedBlocks, num_computed: Int32s) -> CachedBlocks:
         """Return those of these blocks that are full, as far as is known here. Call
         count_appended() before.

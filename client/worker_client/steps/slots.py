@@ -348,6 +348,12 @@ class SlotTable:
         new = () if planned is None else planned.scheduled_new_reqs
         self._blocks.leave_weights(frozenset(request.req_id for request in new))
 
+    def share_recomputed(self) -> None:
+        """Record that the present weights have computed the KV of all rows: requests may begin with
+        their full blocks."""
+        self._flush()
+        self._blocks.share_recomputed()
+
     def with_contents(self, blocks: CachedBlocks) -> CachedBlocks:
         """Return those of these blocks that are full, as far as the table knows: the cache may have
         lost their contents, or a request that still has to fill them.
