@@ -6,6 +6,7 @@ import base64
 import json
 import re
 import threading
+from functools import partial
 
 import jsonschema
 import numpy as np
@@ -659,9 +660,10 @@ def test_administrators_pause_requests_that_run(service, model):
         assert (await client.post("/resume", **ADMIN)).json() == {"is_paused": False}
         return [(await each).json()["choices"][0] for each in (text, late)]
 
-    kept, late = service.run(lambda client: main(client, "keep"))
-    assert (kept["finish_reason"], kept["text"]) == ("length", expected)
-    assert expected.startswith(late["text"])
+    for running in ("keep", "recompute"):
+        kept, late = service.run(partial(main, running=running))
+        assert (kept["finish_reason"], kept["text"]) == ("length", expected)
+        assert expected.startswith(late["text"])
     aborted, late = service.run(lambda client: main(client, "abort"))
     assert expected.startswith(aborted["text"])
     assert late["finish_reason"] == "length"

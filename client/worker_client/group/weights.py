@@ -161,6 +161,7 @@ class GroupWeights:
         if target != "model" and running != "drop":
             problem, fix = "requests go on while a draft model is updated", "leave it out"
             raise config_error("running", running, problem, fix)
+        self._check_recomputes(running)
         number = self._next_version(version, target)
         rows: wt.RunningRows = "drop"
         if target == "model":
@@ -220,6 +221,7 @@ class GroupWeights:
                 recomputed, as in start_update().
             CheckpointError: a file is missing, truncated or not of this model.
         """
+        self._check_recomputes(running)
         version = self._next_version(version)
         before = self._state.weights_cause
         rows = self._give_up("reload_weights has failed on some rank", running)
@@ -302,13 +304,17 @@ class GroupWeights:
             raise config_error("version", version, problem, fix)
         return version
 
+    def _check_recomputes(self, running: RunningRequests) -> None:
+        """Refuse to recompute requests of replicas in lockstep: each replica's passes would be a
+        step of all of them."""
+        if running == "recompute" and self._channel.num_replicas > 1:
+            problem = "replicas in lockstep cannot recompute requests"
+            raise config_error("running", running, problem, "use keep, drop or abort")
+
     def _give_up(self, cause: str, running: RunningRequests) -> wt.RunningRows:
         """Mark the weights incomplete, once no step is in flight, and drop all rows unless they are
         kept: no step may run on weights that are being replaced. Return what ranks do with the
         rows."""
-        if running == "recompute" and self._channel.num_replicas > 1:
-            problem = "replicas in lockstep cannot recompute requests"
-            raise config_error("running", running, problem, "use keep, drop or abort")
         self._waiter.wait_for_all()
         self._keeps_rows = running in ("keep", "recompute")
         if self._keeps_rows:
