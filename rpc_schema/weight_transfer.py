@@ -203,9 +203,9 @@ MAX_RECOMPUTED_BYTES = 8 << 20
 
 class RecomputeRequests(StepRequest["RecomputeRequestsReply"], frozen=True, tag=56, kw_only=True):
     """Compute KV of rows again, in place, with the present weights; nothing is sampled. No step is
-    in flight. Each forward pass takes the rows' tokens in their order, max_num_tokens of them, the
-    last one what is left: all ranks run the same passes without asking each other. Each may take a
-    step's deadline. If one fails, steps fail until a resynchronization, as after a failed step."""
+    in flight. Each forward pass takes the rows' next tokens in their order, at most max_num_tokens:
+    all ranks run the same passes without asking each other. Each may take a step's deadline. If one
+    fails, steps fail until a resynchronization, as after a failed step."""
 
     rows: RawInt32
     """For each row (slot, first, end, num_tokens), slots ascending: the KV of its positions from

@@ -70,20 +70,28 @@ def read_rows(message: RecomputeRequests, state: RequestState) -> RecomputedRows
 
 def plan_passes(seq: int, rows: RecomputedRows, most: int) -> Iterator[ScheduledStep]:
     """Yield passes over the rows' tokens, one row after the other, of `most` tokens each and the
-    rest in the last one. A pass may begin and end within a row, and has no row twice."""
+    rest in the last one. A pass may begin and end within a row, and has no row twice.
+
+    Rows may read what rows before them store in the same pass, but not where each has one token:
+    backends then store and attend in one kernel. Only the end of a row that an earlier pass has
+    begun can be in a block that others share, so it is then a pass of its own.
+    """
     counts = (rows.ends - rows.firsts).astype(np.int64)
     reached = np.cumsum(counts)
     begun = reached - counts
-    total = int(counts.sum())
-    for first in range(0, total, most):
+    total, first = int(counts.sum()), 0
+    while first < total:
         last = min(first + most, total)
         part = slice(
             int(np.searchsorted(reached, first, side="right")),
             int(np.searchsorted(begun, last, side="left")),
         )
+        if begun[part.start] < first and part.stop - part.start == last - first:
+            last, part = first + 1, slice(part.start, part.start + 1)
         starts = rows.firsts[part] + np.maximum(first - begun[part], 0)
         ends = rows.firsts[part] + np.minimum(last - begun[part], counts[part])
         yield _pass(seq, rows.slots[part], starts.astype(np.int32), ends.astype(np.int32))
+        first = last
 
 
 def _pass(seq: int, slots: Int32s, starts: Int32s, ends: Int32s) -> ScheduledStep:

@@ -1,6 +1,7 @@
 """Forward passes that recompute rows, against the rows' tokens one by one; and what is refused."""
 
 import random
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -26,10 +27,10 @@ def test_passes_take_all_tokens_in_order_and_are_full():
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
     for _ in range(200):
-        count, most = int(rng.integers(1, 9)), int(rng.integers(1, 20))
+        count, most = int(rng.integers(1, 9)), int(rng.integers(1, 8))
         slots = np.sort(rng.choice(50, count, replace=False)).astype(np.int32)
         firsts = rng.integers(0, 20, count).astype(np.int32)
-        ends = (firsts + rng.integers(1, 30, count)).astype(np.int32)
+        ends = (firsts + rng.integers(1, 6, count)).astype(np.int32)
         passes = list(plan_passes(7, RecomputedRows(slots, firsts, ends, {}), most))
         expected = [
             (slot, place)
@@ -44,7 +45,15 @@ def test_passes_take_all_tokens_in_order_and_are_full():
             ]
             for each in passes
         ]
-        assert found == [expected[i : i + most] for i in range(0, len(expected), most)]
+        assert [*chain(*found)] == expected
+        for each, own, following in zip(passes, found, [*found[1:], []], strict=True):
+            begins_alone = each.starts[0] == firsts[np.searchsorted(slots, each.slots[0])]
+            if len(own) < most and following:
+                assert len(own) == 1 and not begins_alone, "an end before rows of one token"
+                following = following[: most - 1]
+                assert len({slot for slot, _ in following}) == len(following)
+            elif len(own) == len(each.slots) > 1:
+                assert begins_alone
         for each, own in zip(passes, found, strict=True):
             assert (np.diff(each.slots) > 0).all() and (each.num_tokens > 0).all()
             assert (each.total_num_tokens, each.longest) == (len(own), each.ends.max())
