@@ -76,7 +76,7 @@ class Recomputation:
         """
         slots = self._steps.slots
         assert not isinstance(slots, LockstepSlots), "refused before the update"
-        if slots.must_resync:
+        if slots.must_resync:  # workers and scheduler may not know yet which rows are left
             self._steps.lose_rows(NOT_IN_PLACE)
             return None
         new = () if planned is None else planned.scheduled_new_reqs

@@ -71,8 +71,8 @@ class GroupWeights:
         self.planned: Callable[[], SchedulerOutput | None] | None = None
         """Returns the step that this driver has planned and not sent."""
         self.recomputed: Recomputed | None = None
-        """The work of the last update or reload with `recompute`; None: there was none, or a rank
-        has failed and all requests were lost."""
+        """The work of the last update or reload with `recompute`; None: there was none, or no row
+        was left to recompute after a failure."""
         self._recomputation = Recomputation(channel, steps, state)
         self._keeps_rows = False
         """The latest update, open or not, keeps requests."""
