@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from rpc_schema.base import Name, RawUInt8, StepReply, StepRequest, Value
+from rpc_schema.base import Name, RawUInt8, StepReply, StepRequest, Unsigned, Value
 from rpc_schema.config import MAX_DRAFTS
 
 MAX_ROWS = 65535
@@ -14,7 +14,8 @@ class RowDrafts(Value, frozen=True, kw_only=True):
     """The drafts of a step's rows."""
 
     req_ids: Annotated[tuple[Name, ...], Meta(max_length=MAX_ROWS)]
-    """The requests that took part in the step, slots ascending."""
+    """The requests that took part in the step, slots ascending. With step_seq: those of them that
+    wait to be sampled and have drafts."""
     num_drafts: RawUInt8
     """Number of drafts of each; 0 for one that has no new token since its last drafts: it is still
     to be sampled, has prompt tokens left, pools, or has failed."""
@@ -27,6 +28,10 @@ class TakeDraftTokenIds(StepRequest["TakeDraftTokenIdsReply"], frozen=True, tag=
     """Report the drafts that were made after the last step. Reading them changes nothing; steps
     need not read them. Waits for the device. Refused after a failed step, until a
     resynchronization."""
+
+    step_seq: Unsigned | None = None
+    """Report instead the drafts that this step verifies for the slots that it has deferred, as far
+    as they still wait to be sampled; none if it has deferred nothing."""
 
 
 class TakeDraftTokenIdsReply(StepReply, frozen=True, tag=71, kw_only=True):

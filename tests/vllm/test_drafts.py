@@ -104,7 +104,9 @@ def test_preempted_requests_have_the_same_tokens(ours, engine, model, pp):
         assert after[name] > before[name]
 
 
-def test_grammars_go_without_drafts_beside_others(ours, engine, model):
+def test_grammars_beside_others_have_the_same_tokens(ours, engine, model):
+    """The step of a request with a grammar is sent before its drafts are known, and its masks are
+    made for them; the others do not wait for that. test_grammars.py has grammars alone."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -113,18 +115,27 @@ def test_grammars_go_without_drafts_beside_others(ours, engine, model):
     with ours(model.path, **SIZES) as served:
         expected = generate(*served, plain).tokens
     regex = "[ab]{3}-[0-9]{12}"
-    masked = SamplingParams(
-        max_tokens=60,
-        temperature=1.0,
-        seed=3,
-        structured_outputs=StructuredOutputsParams(regex=regex),
-    )
-    with engine(model.path, **speculating(skip_tokenizer_init=False)) as llm:
-        given = [as_vllm(each) for each in plain] + [({"prompt_token_ids": [5, 6]}, masked)] * 3
+    masked = [
+        SamplingParams(
+            max_tokens=60,
+            temperature=1.0 if seed else 0.0,
+            seed=seed,
+            structured_outputs=StructuredOutputsParams(regex=regex),
+        )
+        for seed in range(3)
+    ]
+    with engine(model.path, skip_tokenizer_init=False) as llm:
+        alone = llm.generate([{"prompt_token_ids": [5, 6]}] * 3, masked, use_tqdm=False)
+    options = speculating(skip_tokenizer_init=False)
+    with engine(model.path, **options) as llm:
+        given = [as_vllm(each) for each in plain] + [
+            ({"prompt_token_ids": [5, 6]}, m) for m in masked
+        ]
         outputs = llm.generate([g[0] for g in given], [g[1] for g in given], use_tqdm=False)
         taken = counted(llm)["spec_decode_num_accepted_tokens"]
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
     assert tokens[: len(plain)] == [expected[each.id] for each in plain]
+    assert tokens[len(plain) :] == [list(output.outputs[0].token_ids) for output in alone]
     texts = [output.outputs[0].text for output in outputs[len(plain) :]]
     assert all(re.fullmatch(regex, text) for text in texts), texts
     assert taken > 0
@@ -143,14 +154,15 @@ def daemons(root):
 @pytest.mark.timeout(600)
 @pytest.mark.slow
 def test_killed_daemon_is_replaced_and_no_request_notices(daemons, root):
-    """The rows and the drafts of the pipeline's last stage are lost."""
+    """The rows and the drafts of the pipeline's last stage are lost, those of requests with a
+    grammar too."""
     words = ("--pipeline-parallel-size", "2", "--speculative-config", json.dumps(SPECULATION))
     settings = {"reload": True, "replace_within_s": 90.0}
     fields = {"max_tokens": 60, "ignore_eos": True, "return_token_ids": True}
     few = {"allowed_token_ids": [4, 8, 15, 16]}
+    kinds = [{}, few, {"structured_outputs": {"regex": "(ab|cd){30}"}, "ignore_eos": False}]
     asked = [
-        {**fields, **(few if at % 2 else {}), "temperature": 0.9 * (at % 3 == 0), "seed": at}
-        for at in range(24)
+        {**fields, **kinds[at % 3], "temperature": 0.9 * (at % 2), "seed": at} for at in range(24)
     ]
 
     def complete(own):

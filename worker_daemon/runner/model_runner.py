@@ -376,6 +376,11 @@ class ModelRunner:
         taken = np.flatnonzero(np.isin(step.rows.slots_np, slots))
         return step.take(taken, parts.used_by(slots), step_values)
 
+    def find_deferred(self, seq: int) -> Unsampled | None:
+        """Return the rows that wait to be sampled since a step; None: there are none."""
+        deferred = self._unsampled.get(seq)
+        return None if deferred is None else deferred.rows
+
     def sample_tokens(self, request: SampleTokens, arrays: Sequence[Frame]) -> PendingOutput | None:
         """Sample rows that a step has deferred. Requests that have finished in between are left
         out. If a feature has an extension here and in the step, this one counts.

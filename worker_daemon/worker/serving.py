@@ -27,7 +27,7 @@ from worker_daemon.raising import Translation
 from worker_daemon.runner.assemble import RunnerParts, assemble_runner, step_graphs, tie_stage
 from worker_daemon.runner.cuda_graph import StepGraphs
 from worker_daemon.runner.kv_cache import KVMemory
-from worker_daemon.runner.newest_drafts import NewestDrafts, read_drafts
+from worker_daemon.runner.rows_drafts import RowsDrafts, read_deferred, read_drafts
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.stage_program import EagerProgram
 from worker_daemon.runner.warmup import (
@@ -101,8 +101,9 @@ class Serving:
         that answers steps."""
         return self._parts.draft_counts
 
-    def newest_drafts(self) -> NewestDrafts | None:
-        """Return the drafts made after the last step: see read_drafts. None without a drafter.
+    def find_drafts(self, step_seq: int | None) -> RowsDrafts | None:
+        """Return the drafts made after the last step, or those of the rows that the step of a seq
+        has deferred: see read_drafts and read_deferred. None without a drafter.
 
         Raises:
             PrecededByError: a step has failed, on this rank at least.
@@ -111,6 +112,8 @@ class Serving:
         state.check_failure()
         if self.runner.inputs.drafter is None:
             return None
+        if step_seq is not None:
+            return read_deferred(state, self.runner.find_deferred(step_seq))
         return read_drafts(state, self.runner.inputs.tables.next_tokens)
 
     def warm_up(self, message: StepMessage) -> None:

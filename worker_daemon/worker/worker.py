@@ -280,8 +280,9 @@ class Worker:
             self._serving_or_none.runner.state.mark_failed(seq)
 
     def take_draft_token_ids(self, message: TakeDraftTokenIds) -> TakeDraftTokenIdsReply:
-        """Return the drafts made after the last step: see Serving.newest_drafts."""
-        found = self._serving.newest_drafts()
+        """Return the drafts made after the last step, or those that a step verifies: see
+        Serving.find_drafts."""
+        found = self._serving.find_drafts(message.step_seq)
         drafts = None if found is None else RowDrafts(**found._asdict())
         return TakeDraftTokenIdsReply(**self._identity(message), drafts=drafts)
 

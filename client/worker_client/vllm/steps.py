@@ -5,7 +5,6 @@ from itertools import compress
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rpc_schema.extensions import RequestExtension
 from rpc_schema.pooling import MAX_POOLED_BYTES
@@ -113,7 +112,7 @@ class StepWriter:
         finished = self._take_unsent()
         preempted = [r for r in map(wire_id, output.preempted_req_ids or ()) if r not in finished]
         deferred = self._deferred(output)
-        counts, drafts = _without_drafts_of(deferred, output)
+        counts, drafts = _drafts_of(output)
         decodes = self._find_decodes(output, counts)
         step = SchedulerOutput(
             decode_req_ids=decodes.wire_ids,
@@ -289,21 +288,17 @@ class StepWriter:
                     self._last_blocks[req_id][group].append(own)
 
 
-def _without_drafts_of(
-    deferred: Iterable[str], output: Any
-) -> tuple[Mapping[str, int], dict[str, int]]:
-    """Return the tokens of each request by vLLM's ids, and how many are drafts by the wire's.
-    Deferred requests lose their drafts, which their masks do not know, and so do new ones, for
-    which the devices have none. vLLM takes these as refused; until then, its counts of the request
-    are higher than the workers', all by the same number."""
+def _drafts_of(output: Any) -> tuple[Mapping[str, int], dict[str, int]]:
+    """Return the tokens of each request by vLLM's ids, and how many are drafts by the wire's. New
+    requests lose their drafts, since the devices have none for them. vLLM takes these as refused;
+    until then, its counts of the request are higher than the workers', all by the same number."""
     counts, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
     if not drafts:
         return counts, {}
-    without = {*deferred, *(wire_id(each.req_id) for each in output.scheduled_new_reqs)}
     kept = {wire_id(req_id): len(own) for req_id, own in drafts.items()}
-    left_out = {req_id: kept.pop(req_id) for req_id in without if req_id in kept}
-    if left_out:
-        counts = {req_id: n - left_out.get(wire_id(req_id), 0) for req_id, n in counts.items()}
+    new = [each.req_id for each in output.scheduled_new_reqs if each.req_id in drafts]
+    if new:
+        counts = {**counts, **{r: counts[r] - kept.pop(wire_id(r)) for r in new}}
     return counts, kept
 
 
@@ -370,16 +365,6 @@ def _first_that_fit(
         if index and num_tokens > ADMITTED_AT_ONCE:
             return requests[:index], requests[index:]
     return requests, ()
-
-
-def fitted_mask(mask: NDArray[np.int32], num_words: int) -> NDArray[np.int32]:
-    """Return a row of vLLM's grammar bitmask with the model's number of words. Its own follows the
-    tokenizer's vocabulary; tokens beyond that are not allowed."""
-    if len(mask) == num_words:
-        return mask
-    fitted = np.zeros(num_words, np.int32)
-    fitted[: len(mask)] = mask[:num_words]
-    return fitted
 
 
 def _deferring(req_ids: Sequence[str]) -> tuple[StepValues, ...]:

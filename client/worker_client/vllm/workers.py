@@ -27,6 +27,7 @@ from worker_client.group.loading import LoadedGroup
 from worker_client.group.outcomes import StepFuture
 from worker_client.scheduler_output import SchedulerOutput, StepResult
 from worker_client.steps.masks import Mask, StepMasks
+from worker_client.vllm.grammar_masks import placed_masks
 from worker_client.vllm.settings import LOGGER, Settings
 from worker_client.worker_group import WorkerGroup
 
@@ -170,26 +171,42 @@ class Workers:
         self.group.await_credit()
         return self.group.execute_model(step)
 
-    def sample(self, sent: PendingStep, masks: Mapping[str, Mask]) -> list[PendingStep]:
+    def take_drafts(self, sent: PendingStep) -> dict[str, list[int]]:
+        """Return the drafts that a step has of the requests that it has deferred; waits for the
+        devices if there are some. None if they cannot be had: the step's outcome says why."""
+        future = sent.future
+        if future is None or future.failure is not None or future.step is None:
+            return {}
+        if future.step.output.num_drafts.keys().isdisjoint(future.step.left_req_ids):
+            return {}
+        try:
+            found = self.group.drafts.take_token_ids(future)
+        except WorkerDaemonError as error:
+            _LOG.warning("a step's requests with a grammar go without drafts: %s", error)
+            return {}
+        return {} if found is None else dict(zip(*found, strict=True))
+
+    def sample(self, sent: PendingStep, masks: Mapping[str, Sequence[Mask]]) -> list[PendingStep]:
         """Sample what a step has deferred, with masks for some of it, in as many messages as the
-        masks need. Raises as send() does."""
+        masks need. masks: see read_masks. Raises as send() does."""
         future = sent.future
         if future is None or future.failure is not None or future.step is None:
             return []
-        left = future.step.left_req_ids
+        left, drafts = future.step.left_req_ids, future.step.output.num_drafts
         if not left:
             return []
-        width = max((mask.nbytes for mask in masks.values()), default=1)
+        placed = {r: placed_masks(masks[r], drafts.get(r, 0)) for r in left if r in masks}
+        width = max((sum(mask.nbytes for mask in own) for own in placed.values()), default=1)
         some = max(1, MAX_MASK_BYTES // width)
         parts = [left[start : start + some] for start in range(0, len(left), some)]
-        return [self._sample(sent.number, future, part, masks) for part in parts]
+        return [self._sample(sent.number, future, part, placed) for part in parts]
 
     def _sample(
         self,
         number: int,
         future: StepFuture,
         req_ids: Sequence[str],
-        masks: Mapping[str, Mask],
+        masks: Mapping[str, Sequence[Mask]],
     ) -> PendingStep:
         own = {req_id: masks[req_id] for req_id in req_ids if req_id in masks}
         try:

@@ -13,8 +13,9 @@ from tests.support import vllm_shapes as vllm
 from worker_client.parts.interface import ModelBounds
 from worker_client.steps.slots import SlotTable
 from worker_client.steps.step_checks import MAX_ADMITTED_TOKENS, GroupLimits
+from worker_client.vllm.grammar_masks import placed_masks, read_masks
 from worker_client.vllm.requests import Requests, wire_id
-from worker_client.vllm.steps import StepWriter, fitted_mask, split_by_outputs
+from worker_client.vllm.steps import StepWriter, split_by_outputs
 
 LONG = "x" * 300
 NEW = vllm.NewRequestData
@@ -388,8 +389,8 @@ def test_drafts_are_counted_and_stay_on_the_devices(bench):
     assert dict(step.draft_token_ids) == {}
 
 
-def test_requests_whose_drafts_nobody_has_get_none(bench):
-    """New ones, and those whose grammar would have to know them."""
+def test_new_requests_get_no_drafts(bench):
+    """Nobody has any. Those with a grammar have theirs, which are asked for before the masks."""
     bench.accept("a", "c")
     bench.accept("b", structured_outputs=object())
     bench.begin("a", "b", num_tokens=3)
@@ -400,9 +401,9 @@ def test_requests_whose_drafts_nobody_has_get_none(bench):
         scheduled_spec_decode_tokens={"a": [-1] * 2, "b": [-1] * 3, "c": [-1] * 3},
         has_structured_output_requests=True,
     )
-    assert dict(step.num_drafts) == {"a": 2}
-    assert dict(step.num_scheduled_tokens) == {"a": 3, "c": 1}
-    assert (step.decode_req_ids, list(step.deferred_req_ids)) == (("b",), ["b"])
+    assert dict(step.num_drafts) == {"a": 2, "b": 3}
+    assert dict(step.num_scheduled_tokens) == {"a": 3, "b": 4, "c": 1}
+    assert (step.decode_req_ids, list(step.deferred_req_ids)) == ((), ["b"])
 
 
 def test_reader_of_a_block_to_which_refused_drafts_have_led_back(bench):
@@ -529,12 +530,34 @@ def test_last_block_follows_what_a_request_gets():
 # ------------------------------------------------------------------ masks
 
 
+def grammar_output(bitmask, num_drafts):
+    """Return vLLM's masks int32 [requests, places, words], and how many drafts they allow."""
+    return SimpleNamespace(
+        structured_output_request_ids=["a", "b", "c"][: len(bitmask)],
+        grammar_bitmask=bitmask.reshape(-1, bitmask.shape[-1]),
+        num_acceptable_drafts=num_drafts,
+    )
+
+
 @pytest.mark.parametrize("num_words", [3, 5, 8])
 def test_masks_get_the_models_width(num_words):
-    mask = np.array([1, -2, 3, 4, 5], np.int32)
-    fitted = fitted_mask(mask, num_words)
+    mask = np.array([[[1, -2, 3, 4, 5]]], np.int32)
+    (fitted,) = read_masks(grammar_output(mask, [0]), num_words)["a"]
     assert fitted.dtype == np.int32
     assert fitted.tolist() == ([1, -2, 3, 4, 5] + [0] * 3)[:num_words]
+    assert read_masks(None, num_words) == {}
+
+
+def test_no_token_may_follow_a_draft_that_a_grammar_does_not_allow():
+    """vLLM's masks behind it allow all tokens. A request whose step has fewer drafts than vLLM
+    planned samples at the first places only."""
+    bitmask = np.random.default_rng(7).integers(1, 1 << 30, (3, 4, 2), np.int32)
+    masks = read_masks(grammar_output(bitmask, [3, 1, 0]), 2)
+    assert [len(own) for own in masks.values()] == [4, 2, 1]
+    assert np.array_equal(placed_masks(masks["a"], 3), bitmask[0])
+    assert np.array_equal(placed_masks(masks["b"], 3), [*bitmask[1, :2], [0, 0], [0, 0]])
+    assert np.array_equal(placed_masks(masks["c"], 0), bitmask[2, :1])
+    assert np.array_equal(placed_masks(masks["b"], 0), bitmask[1, :1])
 
 
 # ---------------------------------------------------------------- outputs of pooling

@@ -295,13 +295,38 @@ def test_a_group_without_drafts_refuses_them(model_root, llama, prompts):
     worker.close()
 
 
-def taken(driver):
-    """{request: drafts} that the worker has made after the last step; None without a drafter."""
-    reply = driver.worker.take_draft_token_ids(TakeDraftTokenIds(**driver.ids()))
+def taken(driver, step_seq=None):
+    """{request: drafts} that the worker has made after the last step, or that the deferred requests
+    of a step have there; None without a drafter."""
+    message = TakeDraftTokenIds(**driver.ids(), step_seq=step_seq)
+    reply = driver.worker.take_draft_token_ids(message)
     if reply.drafts is None:
         return None
     found = read_drafts([reply.drafts])
     return dict(zip(found.req_ids, found.draft_token_ids, strict=True))
+
+
+def test_drafts_of_deferred_rows_are_read_from_their_step(looked_up, prompts):
+    """So a driver can make their masks. Other rows of the step have newer drafts by then, and rows
+    of the step without drafts, or that were sampled meanwhile, are not named."""
+    head = prompts([6], seed=66)[0]
+    rows = Rows(looked_up, {1: head * 3, 4: head * 2, 6: head}, GREEDY, 30)
+    driver = rows.driver
+    rows.begin()
+    expected = {name: own[:3] for name, own in taken(driver).items()}
+    three_each = int32s([1, 3, 4, 3])
+    message, _ = driver.step({1: 4, 4: 4, 6: 1}, defer=[1, 4, 6])
+    message = msgspec.structs.replace(message, num_drafts=three_each)
+    driver.read(looked_up.execute_model(message, []))
+    del expected["request-6"]
+    assert taken(driver, message.seq) == expected
+    assert taken(driver, message.seq - 1) == {}
+    found = driver.sample(message.seq, {}, slots=[4])[4]
+    own = expected.pop("request-4")
+    assert own[: len(found.earlier)] == [each.token for each in found.earlier]
+    assert taken(driver, message.seq) == expected
+    driver.sample(message.seq)
+    assert taken(driver, message.seq) == {}
 
 
 def test_drafts_that_a_driver_reads_are_those_that_the_next_step_verifies(looked_up, prompts):

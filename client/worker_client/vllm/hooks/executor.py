@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
+    DraftTokenIds,
     LogprobsLists,
     LogprobsTensors,
     ModelRunnerOutput,
@@ -37,6 +38,7 @@ from worker_client.vllm.configuration import (
     worker_config,
 )
 from worker_client.vllm.embedded_prompts import EmbeddedPrompts
+from worker_client.vllm.grammar_masks import read_masks
 from worker_client.vllm.hooks.embedded_rows import rows_of
 from worker_client.vllm.hooks.kv_cache import available_bytes, specs_of
 from worker_client.vllm.hooks.platform import WorkerDaemonPlatform
@@ -48,7 +50,7 @@ from worker_client.vllm.prefix_notes import PrefixNotes, tag_of
 from worker_client.vllm.refusals import leave_reason, unusable
 from worker_client.vllm.requests import Requests, wire_id
 from worker_client.vllm.settings import ENDPOINTS_VARIABLE, read_endpoints, settings_of
-from worker_client.vllm.steps import StepWriter, fitted_mask, split_by_outputs
+from worker_client.vllm.steps import StepWriter, split_by_outputs
 from worker_client.vllm.workers import LostStep, PendingStep, Workers
 from worker_client.worker_group import WorkerGroup
 
@@ -151,8 +153,6 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         sizes = [each.block_size for each in self._model.groups]
         slots = lambda req_id: req_id in group.slots  # noqa: E731
         num_drafts = ours.speculative.num_speculative_tokens
-        self._masks_each = 1 + num_drafts
-        """Rows of vLLM's grammar bitmask for each request."""
         most_refused = num_drafts * config.max_concurrent_batches
         self._writer = StepWriter(self._requests, self._adapter_of, slots, sizes, most_refused)
         self._reader = OutputReader(self._requests)
@@ -246,20 +246,27 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         """Sample the requests of the last step that wait for their masks, and return its result."""
         pending, self._unsampled = self._unsampled, None
         assert pending is not None, "vLLM calls it after each execute_model with tokens"
-        masks = {} if grammar_output is None else self._masks(grammar_output)
+        named = read_masks(grammar_output, self._num_words)
+        masks = {wire_id(req_id): own for req_id, own in named.items()}
         later = [part for each in pending.sent for part in self._workers.sample(each, masks)]
         if later:
             pending = _VllmStep(pending.batch, pending.sent + later)
         return self._output(pending, non_block)
 
-    def _masks(self, grammar_output: Any) -> dict[str, Any]:
-        ids, rows = grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask
-        first = rows[:: self._masks_each]  # the others are for drafts, of which there are none
-        pairs = zip(ids, first, strict=False)
-        return {wire_id(r): fitted_mask(row, self._num_words) for r, row in pairs}
-
-    def take_draft_token_ids(self) -> None:
-        """Return None: the daemons make the drafts, and keep them."""
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Return the drafts that the step which waits for its masks has of requests with a grammar;
+        None: there are none. vLLM asks between the result of the step before and sample_tokens, and
+        makes the masks for these drafts. Nobody asks for those of other requests."""
+        pending = self._unsampled
+        assert pending is not None, "vLLM samples every other step at once"
+        drafts: dict[str, list[int]] = {}
+        for each in pending.sent:
+            drafts |= self._workers.take_drafts(each)
+        if not drafts:
+            return None
+        rows = zip(pending.batch.wire_ids, pending.batch.req_ids, strict=True)
+        names = [req_id for own, req_id in rows if own in drafts]
+        return DraftTokenIds(names, [drafts[wire_id(req_id)] for req_id in names])
 
     def _output(self, pending: _VllmStep, non_block: bool) -> Any:
         output = _Output(self._take, pending)
