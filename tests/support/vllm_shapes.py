@@ -117,6 +117,7 @@ class SchedulerOutput:
 
     num_scheduled_tokens: Mapping[str, int] = field(default_factory=dict)
     scheduled_spec_decode_tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    skip_drafts: bool = False
     scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
     scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
     finished_req_ids: set[str] = field(default_factory=set)

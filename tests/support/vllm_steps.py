@@ -55,6 +55,7 @@ class PlannedSteps:
             num_scheduled_tokens=counts,
             total_num_scheduled_tokens=sum(counts.values()),
             scheduled_spec_decode_tokens=drafts,
+            skip_drafts=False,
             finished_req_ids=set(),
             preempted_req_ids=None,
             has_structured_output_requests=deferred,

@@ -89,12 +89,63 @@ def test_tokens_are_those_without_drafts(ours, engine, model, pp, tp, settings):
     assert drafted > taken > 100
 
 
-@pytest.mark.parametrize("pp", [1, 2])
-def test_preempted_requests_have_the_same_tokens(ours, engine, model, pp):
+def drafting_by(path):
+    """Return vLLM's setting of a draft model."""
+    return {"model": str(path), "method": "draft_model", "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(1, 2), (2, 1)])
+def test_tokens_are_those_without_a_draft_model(ours, engine, checkpoint, model, pp, tp):
+    """Another model, and the model itself: then all drafts of plain requests are right. Requests
+    with a grammar have drafts of them too, which know nothing of it."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    write_tokenizer(model.path)
+    requests = requests_of_all_kinds()
+    plain = [
+        greedy_request(f"plain {at}", prompt.tolist(), 41, ignore_eos=True)
+        for at, prompt in enumerate(prompts(9, [3, 20, 90], VOCAB_SIZE))
+    ]
+    masked = SamplingParams(
+        max_tokens=40,
+        temperature=0.8,
+        seed=5,
+        structured_outputs=StructuredOutputsParams(regex="(abc|abe){3,9}-[0-9]{6}"),
+    )
+    asked = [{"prompt_token_ids": [5, 6, at]} for at in range(3)]
+
+    def masked_tokens(llm):
+        outputs = llm.generate(asked, masked, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    with ours(model.path, pp, tp, **SIZES) as served:
+        expected = generate(*served, [*requests, *plain])
+    with engine(model.path, pp, tp, skip_tokenizer_init=False) as llm:
+        alone = masked_tokens(llm)
+    other = checkpoint("Qwen3ForCausalLM", vocab_size=VOCAB_SIZE, seed=42)
+    for path in (other.path, model.path):
+        options = speculating(speculative_config=drafting_by(path), skip_tokenizer_init=False)
+        with engine(model.path, pp, tp, **options) as llm:
+            outputs = run_vllm(llm, plain)
+            counts = counted(llm)
+            outputs |= run_vllm(llm, requests)
+            assert masked_tokens(llm) == alone
+        assert tokens_of(outputs) == expected.tokens
+        check_logprobs(requests, outputs, expected.outputs)
+    drafted, taken = (counts[f"spec_decode_num_{n}_tokens"] for n in ("draft", "accepted"))
+    assert drafted >= taken > 0.9 * drafted > 0
+
+
+@pytest.mark.parametrize(("pp", "method"), [(1, "ngram"), (2, "ngram"), (1, "draft_model")])
+def test_preempted_requests_have_the_same_tokens(ours, engine, model, pp, method):
     requests = [replace(each, max_tokens=60) for each in requests_of_all_kinds()]
     with ours(model.path, pp, **SIZES) as served:
         expected = generate(*served, requests)
-    with engine(model.path, pp, **speculating(num_gpu_blocks_override=16)) as llm:
+    options = speculating(num_gpu_blocks_override=16)
+    if method == "draft_model":
+        options["speculative_config"] = drafting_by(model.path)
+    with engine(model.path, pp, **options) as llm:
         before = counted(llm)
         outputs = run_vllm(llm, requests)
         after = counted(llm)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import shutil
+from types import MappingProxyType
 
 import pytest
 from vllm import EngineArgs
@@ -15,10 +16,11 @@ from tests.vllm.models import write_tokenizer
 from worker_client.errors import (
     ClientConfigError,
 )
+from worker_client.vllm.configuration import draft_model, worker_config
 from worker_client.vllm.hooks.defaults import defaults_of
 from worker_client.vllm.hooks.executor import local_directory
 from worker_client.vllm.sections import SECTIONS, check_sections
-from worker_client.vllm.settings import LOGGER
+from worker_client.vllm.settings import LOGGER, settings_of
 
 EXECUTOR = "worker_client.vllm.hooks.executor.WorkerDaemonExecutor"
 FP8_BLOCKS = "blocks in FP8"
@@ -219,7 +221,7 @@ REFUSED = {
     },
     "aux_output_config.enable_return_routed_experts": {"enable_return_routed_experts": True},
     "speculative_config.method": {
-        "speculative_config": {"num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}
+        "speculative_config": {"method": "eagle", "num_speculative_tokens": 3}
     },
     "speculative_config.num_speculative_tokens": {
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 32}
@@ -246,6 +248,10 @@ REFUSED = {
     "additional_config.worker_daemon.suffix_lookup": {
         "additional_config": {"worker_daemon": {"suffix_lookup": True}}
     },
+    "additional_config.worker_daemon.draft_model": {
+        "additional_config": {"worker_daemon": {"draft_model": "/there"}},
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+    },
 }
 """Options that are refused, by the field that the error names."""
 
@@ -262,6 +268,55 @@ def test_options_that_are_not_served_are_refused_by_name(configured, checkpoint,
     with pytest.raises(ClientConfigError) as caught:
         configured(architecture, **options)
     assert caught.value.field == field
+    assert caught.value.fix
+
+
+@pytest.fixture
+def drafting(configured, checkpoint):
+    """drafting(fields, **options): a configuration with a draft model."""
+
+    def make(fields=MappingProxyType({}), **options):
+        model = checkpoint("Qwen3ForCausalLM").path
+        own = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
+        return configured(speculative_config={**own, **fields}, **options)
+
+    return make
+
+
+@pytest.mark.parametrize("there", ["", "/there"])
+def test_a_draft_model_is_the_daemons(drafting, checkpoint, warnings, there):
+    """Its method may be left to vLLM, and its directory there be another."""
+    section = {"worker_daemon": {"draft_model": there}}
+    ranks = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+    for fields in ({}, {"method": None, "draft_tensor_parallel_size": 2}):
+        made = drafting(fields, additional_config=section, **ranks)
+        found = local_directory(draft_model(made), None)
+        own = worker_config(made, settings_of(made), "/here", found).speculative
+        path = there or str(checkpoint("Qwen3ForCausalLM").path)
+        assert (own.method, own.model, own.num_speculative_tokens) == ("draft_model", path, 3)
+    assert warnings == []
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("draft_tensor_parallel_size", {"draft_tensor_parallel_size": 1}),
+        ("max_model_len", {"max_model_len": 64}),
+        ("quantization", {"quantization": "fp8"}),
+        ("num_speculative_tokens", {"num_speculative_tokens": 32}),
+        ("kv_cache_dtype", {"kv_cache_dtype": "fp8"}),
+        ("attention_backend", {"attention_backend": "FLASH_ATTN"}),
+        ("enforce_eager", {"enforce_eager": True}),
+        ("use_heterogeneous_vocab", {"use_heterogeneous_vocab": True}),
+        ("parallel_drafting", {"parallel_drafting": True}),
+        ("draft_sample_method", {"draft_sample_method": "probabilistic"}),
+        ("rejection_sample_method", {"rejection_sample_method": "block"}),
+    ],
+)
+def test_what_a_draft_model_cannot_have_is_refused_by_name(drafting, field, fields):
+    with pytest.raises(ClientConfigError) as caught:
+        drafting(fields, tensor_parallel_size=2)
+    assert caught.value.field == f"speculative_config.{field}"
     assert caught.value.fix
 
 
@@ -304,7 +359,9 @@ def test_daemons_read_the_revision_that_vllm_reads(configured, tmp_path, revisio
     made = configured(download_dir=str(tmp_path))
     made.model_config.model, made.model_config.revision = "someone/model", revision
     commit = "a" * 40 if revision == "main" else revision
-    assert local_directory(made) == str(repository / "snapshots" / commit)
+    assert local_directory(made.model_config, str(tmp_path)) == str(
+        repository / "snapshots" / commit
+    )
 
 
 # ---------------------------------------------------------------- the table and vLLM's classes

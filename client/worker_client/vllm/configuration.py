@@ -40,6 +40,8 @@ _CACHE_DTYPES: Final[Mapping[str, KVCacheDtype]] = MappingProxyType(
 )
 _NGRAM: Final = ("ngram", "ngram_gpu")
 """vLLM's methods whose drafts are looked up in a request's own tokens."""
+_DRAFT_MODEL: Final = "draft_model"
+"""vLLM's method, and ours, whose drafts are those of a smaller model."""
 _QUANTIZED_CHECKPOINTS: Final = (
     "compressed-tensors",
     "fp8",
@@ -63,9 +65,11 @@ def parallel_config(vllm_config: Any) -> ParallelConfig:
     )
 
 
-def worker_config(vllm_config: Any, settings: Settings, directory: str) -> WorkerConfig:
-    """Translate vLLM's configuration, which was checked. directory: of the checkpoint, where the
-    settings name none."""
+def worker_config(
+    vllm_config: Any, settings: Settings, directory: str, draft_directory: str | None = None
+) -> WorkerConfig:
+    """Translate vLLM's configuration, which was checked. directory, draft_directory: of the
+    checkpoint and of the draft model's, where the settings name none."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     cache, lora = vllm_config.cache_config, vllm_config.lora_config
     step = (
@@ -104,13 +108,26 @@ def worker_config(vllm_config: Any, settings: Settings, directory: str) -> Worke
             max_lora_rank=lora.max_lora_rank,
             max_cpu_loras=lora.max_cpu_loras,
         ),
-        speculative=_speculative(vllm_config.speculative_config, settings),
+        speculative=_speculative(vllm_config.speculative_config, settings, draft_directory),
     )
 
 
-def _speculative(theirs: Any, settings: Settings) -> SpeculativeConfig:
+def draft_model(vllm_config: Any) -> Any:
+    """Return vLLM's configuration of the model that drafts; None: there is none."""
+    theirs = vllm_config.speculative_config
+    is_one = theirs is not None and theirs.method == _DRAFT_MODEL
+    return theirs.draft_model_config if is_one else None
+
+
+def _speculative(theirs: Any, settings: Settings, directory: str | None) -> SpeculativeConfig:
     if theirs is None:
         return SpeculativeConfig()
+    if theirs.method == _DRAFT_MODEL:
+        return SpeculativeConfig(
+            method="draft_model",
+            num_speculative_tokens=theirs.num_speculative_tokens,
+            model=settings.draft_model or directory,
+        )
     return SpeculativeConfig(
         method="suffix" if settings.suffix_lookup else "ngram",
         num_speculative_tokens=theirs.num_speculative_tokens,
@@ -164,22 +181,49 @@ def check_drafts(vllm_config: Any, settings: Settings) -> None:
         ClientConfigError: a setting is not served.
     """
     theirs = vllm_config.speculative_config
+    method = None if theirs is None else theirs.method
+    if settings.suffix_lookup and method not in (*_NGRAM, "suffix"):
+        fix = "leave it out, or give --speculative-config with the method ngram"
+        _refuse("additional_config.worker_daemon.suffix_lookup", True, fix)
+    if settings.draft_model and method != _DRAFT_MODEL:
+        fix = "leave it out, or give --speculative-config with the method draft_model"
+        _refuse("additional_config.worker_daemon.draft_model", settings.draft_model, fix)
     if theirs is None:
-        if settings.suffix_lookup:
-            fix = "leave it out, or give --speculative-config with the method ngram"
-            _refuse("additional_config.worker_daemon.suffix_lookup", True, fix)
         return
-    if theirs.method not in _NGRAM:
-        fix = "use ngram: through vLLM, no model makes drafts"
-        if theirs.method == "suffix":
+    if method not in (*_NGRAM, _DRAFT_MODEL):
+        fix = "use ngram or draft_model"
+        if method == "suffix":
             fix = "use ngram, and set suffix_lookup in additional_config.worker_daemon"
-        _refuse("speculative_config.method", theirs.method, fix)
+        _refuse("speculative_config.method", method, fix)
     if pools(vllm_config):
         _refuse("speculative_config", theirs, "leave it out: the model pools")
     for field, most in _MOST_DRAFTS.items():
         value = getattr(theirs, field)
         if value > most:
             _refuse(f"speculative_config.{field}", value, f"use at most {most}")
+    if method == _DRAFT_MODEL:
+        _check_draft_model(theirs, vllm_config.parallel_config.tensor_parallel_size)
+
+
+def _check_draft_model(theirs: Any, tp_size: int) -> None:
+    """Check what the daemons would do in another way. They check the checkpoint itself before they
+    read any weights, and vLLM compares the vocabularies."""
+    section, model = "speculative_config", theirs.draft_model_config
+    if theirs.draft_tensor_parallel_size != tp_size:
+        fix = f"leave it out: each of the {tp_size} ranks has its part"
+        _refuse(f"{section}.draft_tensor_parallel_size", theirs.draft_tensor_parallel_size, fix)
+    if theirs.max_model_len is not None:
+        fix = "use --max-model-len: both models serve the same lengths"
+        _refuse(f"{section}.max_model_len", theirs.max_model_len, fix)
+    if model.quantization is not None and not _is_quantized(model):
+        fix = "leave it out: a draft model is quantized by its checkpoint alone"
+        _refuse(f"{section}.quantization", model.quantization, fix)
+    if model.quantization not in (None, *_QUANTIZED_CHECKPOINTS):
+        _refuse(
+            f"{section}.model", theirs.model, f"use another checkpoint than {model.quantization}"
+        )
+    if model.is_encoder_decoder or model.is_multimodal_model or model.runner_type == "pooling":
+        _refuse(f"{section}.model", theirs.model, "use a text model that generates")
 
 
 def pools(vllm_config: Any) -> bool:

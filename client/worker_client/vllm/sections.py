@@ -223,12 +223,20 @@ SECTIONS: Final[Mapping[str, Section]] = MappingProxyType(
             is_option=True,
         ),
         "speculative_config": Section(
-            sent=("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
-            own=("num_speculative_tokens_per_batch_size",),
+            sent=(
+                "draft_tensor_parallel_size",
+                "method",
+                "model",
+                "num_speculative_tokens",
+                "prompt_lookup_max",
+                "prompt_lookup_min",
+                "quantization",
+                "revision",
+            ),
+            own=("code_revision", "num_speculative_tokens_per_batch_size"),
             derived=(
                 "draft_model_config",
                 "draft_parallel_config",
-                "model",  # the method's name; another one has another method
                 "target_model_config",
                 "target_parallel_config",
             ),

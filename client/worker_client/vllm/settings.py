@@ -33,6 +33,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """JSON file of the daemons' public keys."""
     model: str = ""
     """Checkpoint directory on the daemons' hosts; empty: where vLLM finds the model."""
+    draft_model: str = ""
+    """Directory of the draft model there; empty: where vLLM finds it."""
     lora_root: str = ""
     """Directory below which vLLM's paths of adapters lie: the daemons' --lora-root, or a mount of
     it. Empty refuses adapters."""

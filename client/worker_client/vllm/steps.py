@@ -56,15 +56,16 @@ class StepWriter:
         adapter_of: AdapterOf,
         has_row: Callable[[str], bool],
         block_sizes: Sequence[int],
-        most_refused: int = 0,
+        most_beyond: int = 0,
     ) -> None:
         """has_row: whether the workers have a request, by its id on the wire. block_sizes: of each
-        KV group. most_refused: tokens of a request in its steps in flight that may be refused."""
+        KV group. most_beyond: tokens of a request for which it has blocks beyond those of its step:
+        drafts in its steps in flight, which may be refused, and room for the drafts' model."""
         self._requests = requests
         self._adapter_of = adapter_of
         self._has_row = has_row
         self._block_sizes = tuple(block_sizes)
-        self._num_kept = [2 + most_refused // size for size in block_sizes]
+        self._num_kept = [2 + -(-most_beyond // size) for size in block_sizes]
         self._unsent: dict[str, None] = {}
         """Requests that have ended, but in no step that was sent; a dict keeps their order."""
         self._batches = RequestBatches()
@@ -121,6 +122,7 @@ class StepWriter:
             preempted_req_ids=preempted,
             extensions=_deferring(deferred),
             num_drafts=drafts,
+            skip_drafts=output.skip_drafts,
         )
         self._add_counts(step, counts, decodes)
         self._add_blocks(step, output.scheduled_cached_reqs)

@@ -32,6 +32,7 @@ from worker_client.vllm.batches import RequestBatch
 from worker_client.vllm.configuration import (
     check_keeps_state,
     check_loaded,
+    draft_model,
     fits_max_model_len,
     parallel_config,
     pools,
@@ -127,7 +128,10 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
             raise config_error(ENDPOINTS_VARIABLE, "", "there are no daemons", fix)
         parallel = parallel_config(config)
         group = WorkerGroup(endpoints, parallel, settings.keys(), lease=settings.lease)
-        ours = worker_config(config, settings, local_directory(config))
+        cache, draft = config.load_config.download_dir, draft_model(config)
+        draft_directory = None if draft is None else local_directory(draft, cache)
+        directory = local_directory(config.model_config, cache)
+        ours = worker_config(config, settings, directory, draft_directory)
         num_blocks = config.cache_config.num_gpu_blocks_override
         fits = fits_max_model_len(config)
         self._workers = Workers(group, ours, settings, num_blocks, fits)
@@ -153,8 +157,8 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         sizes = [each.block_size for each in self._model.groups]
         slots = lambda req_id: req_id in group.slots  # noqa: E731
         num_drafts = ours.speculative.num_speculative_tokens
-        most_refused = num_drafts * config.max_concurrent_batches
-        self._writer = StepWriter(self._requests, self._adapter_of, slots, sizes, most_refused)
+        most_beyond = num_drafts * config.max_concurrent_batches + config.num_lookahead_tokens
+        self._writer = StepWriter(self._requests, self._adapter_of, slots, sizes, most_beyond)
         self._reader = OutputReader(self._requests)
         self._num_words = -(-self._model.metadata.vocab_size // 32)
         self._unsampled: _VllmStep | None = None
@@ -345,10 +349,9 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
             current_platform.end()
 
 
-def local_directory(vllm_config: Any) -> str:
+def local_directory(model: Any, cache: str | None) -> str:
     """Return the directory of a checkpoint: a path, or a repository's revision in a local cache of
-    huggingface_hub."""
-    model, cache = vllm_config.model_config, vllm_config.load_config.download_dir
+    huggingface_hub. model: vLLM's configuration of it."""
     path = model.model
     if not Path(path).is_dir():
         path = snapshot_download(
