@@ -45,11 +45,11 @@ def read_deferred(state: RequestState, step: Unsampled | None) -> RowsDrafts:
     if step is None or step.chosen is None or step.chosen.inputs is None:
         return NO_ROWS
     rows = step.rows
-    if not rows.has_drafts:
+    if rows.groups is None or not rows.has_drafts:
         return NO_ROWS
     inputs = step.chosen.inputs[: rows.slots_np.size].cpu().numpy()
     is_draft = np.ones(rows.slots_np.size, np.bool_)
-    is_draft[rows.firsts] = False  # each first sample follows the row's last known token
+    is_draft[rows.groups.firsts_np] = False  # each first sample follows the row's last known token
     is_draft &= state.are_current(rows.slots_np, rows.generations)
     slots, counts = np.unique_counts(rows.slots_np[is_draft])
     return _rows_drafts(state, slots, counts, inputs[is_draft])
