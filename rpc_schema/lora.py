@@ -14,8 +14,8 @@ from rpc_schema.identity import ContentIdentity
 from rpc_schema.step import Done
 
 Version = Annotated[int, Meta(ge=1, le=2**63 - 1)]
-"""Chosen by the driver, different for each content. Requests share prefixes only if their adapters
-have the same version."""
+"""Chosen by the driver, different for each content that is read. Requests share prefixes only if
+their adapters have the same version, and the same `weights_version`."""
 
 
 class LoraInfo(Value, frozen=True, kw_only=True):
@@ -30,7 +30,9 @@ class LoraInfo(Value, frozen=True, kw_only=True):
     size_bytes: Unsigned
     """Size of its shard on this rank."""
     identity: ContentIdentity
-    """Identity of the files that it was read from."""
+    """Identity of the files that it was read from, or of the updates since."""
+    weights_version: Unsigned = 0
+    """Number of its weights: 0 as they were read, then that of the latest weight update."""
 
 
 class PrepareLora(StepRequest["PrepareLoraReply"], frozen=True, tag=80, kw_only=True):
@@ -69,12 +71,14 @@ class AddLoraReply(StepReply, frozen=True, tag=81, kw_only=True):
     version: Version
     """The version that is in host memory now."""
     identity: ContentIdentity
-    """Identity of the files that this version was read from. If ranks differ in it, remove the
-    adapter."""
+    """Identity as in LoraInfo. If ranks differ in it, remove the adapter."""
     evicted: Positive | None = None
     """Id of the adapter that was evicted for it."""
     files_changed: bool = False
-    """The adapter was there, and its files have changed since it was read."""
+    """The adapter was there, and its files have changed since it was read; False if it has been
+    updated since."""
+    weights_version: Unsigned = 0
+    """Number as in LoraInfo."""
 
 
 class RemoveLora(StepRequest["RemoveLoraReply"], frozen=True, tag=82, kw_only=True):

@@ -30,7 +30,7 @@ NewVersion: TypeAlias = Unsigned | None
 """Number of the version that an update makes, larger than the rank's present one. None: one more. A
 driver names it, since ranks may have different ones and must have the same afterwards."""
 
-UpdateTarget: TypeAlias = Literal["model", "draft_model"]
+UpdateTarget: TypeAlias = Literal["model", "draft_model", "lora"]
 """The weights that an update changes."""
 
 RunningRows: TypeAlias = Literal["drop", "keep", "recompute"]
@@ -97,9 +97,14 @@ class StartWeightUpdate(StepRequest[Done], frozen=True, tag=51, kw_only=True):
     """True: tensors that are not sent keep their content. False: all must be sent."""
     version: NewVersion = None
     target: UpdateTarget = "model"
-    """draft_model: the model that drafts for the loaded one, whose weights have a version of their
-    own. Requests go on, and steps may run while its update is open."""
+    """draft_model: the model that drafts for the loaded one. lora: an adapter in host memory, which
+    changes as a whole when the update is finished. Both have versions of their own; requests go on,
+    and steps may run while the update is open."""
     running: RunningRows = "drop"
+    """For the target model alone: the others keep all rows."""
+    lora_id: Count = 0
+    """The adapter, for the target lora; 0 for others. Its tensors have PEFT's names and the shapes
+    of the loaded adapter, of which it keeps ranks and scales."""
 
 
 class BroadcastSource(Value, frozen=True, tag=1, kw_only=True):
@@ -133,6 +138,7 @@ class DiskSource(Value, frozen=True, tag=3, kw_only=True):
     the model are read. dtypes and shapes stay empty, since the files have them."""
 
     model: Directory
+    """Directory of the checkpoint; of an adapter, under the daemon's adapter roots."""
 
 
 Source: TypeAlias = BroadcastSource | IpcSource | DiskSource

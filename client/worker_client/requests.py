@@ -181,6 +181,9 @@ class VersionRun(NamedTuple):
     version: int | None
     """Its number (GroupWeights.version); None: it is not known any more."""
     num_tokens: int
+    adapter_version: int | None = None
+    """Number of the weights of the request's adapter (GroupAdapter.weights_version) that took part;
+    None: it has no adapter, or it is not known any more."""
 
 
 class Reports(NamedTuple):

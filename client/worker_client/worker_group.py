@@ -112,9 +112,11 @@ class WorkerGroup:
         self.lease = self._channel.lease
         """`.heartbeat()` is for LeaseTerms.heartbeat_timeout_s."""
         self._waiter = Waiter(self._channel, self._steps)
-        self.weights = GroupWeights(self._channel, self._steps, self._state, self._waiter)
-        self.memory = GroupMemory(self._channel, self._steps, self._waiter)
         self.loras = GroupLoras(self._channel)
+        self.weights = GroupWeights(
+            self._channel, self._steps, self._state, self._waiter, self.loras
+        )
+        self.memory = GroupMemory(self._channel, self._steps, self._waiter)
         self.uploads = GroupUploads(self._channel)
         self.prefixes = GroupPrefixes(self._channel, self._steps)
         self.drafts = GroupDrafts(self._channel, self._steps)

@@ -3,11 +3,11 @@
 import json
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, TypeVar
+from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 from rpc_schema.errors import CheckpointError, ConfigError
 from worker_daemon.models.fields import Fields
@@ -39,6 +39,23 @@ _UNSUPPORTED: Final[Mapping[str, str]] = MappingProxyType(
 _T = TypeVar("_T")
 
 
+Side: TypeAlias = Literal["A", "B"]
+
+
+def tensor_name(module: str, side: Side) -> str:
+    """Return the name of a matrix, as PEFT saves it."""
+    return f"base_model.model.{module}.lora_{side}.weight"
+
+
+class ModuleScale(NamedTuple):
+    """An adapter's change of one module."""
+
+    rank: int
+    """LoRA rank of its matrices."""
+    scale: float
+    """Factor of their product; B includes it where it is stored."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
     """Rank and scale of each module's matrices."""
@@ -60,6 +77,10 @@ class AdapterConfig:
         """Return the factor by which a module's product is multiplied."""
         alpha, rank = _first_match(self.alpha_pattern, module, self.alpha), self.rank_of(module)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+    def scales_of(self, modules: Iterable[str]) -> dict[str, ModuleScale]:
+        """Return rank and scale of each of these modules."""
+        return {each: ModuleScale(self.rank_of(each), self.scale_of(each)) for each in modules}
 
 
 def read_adapter_config(directory: Path) -> AdapterConfig:

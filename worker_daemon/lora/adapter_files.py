@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,8 +16,11 @@ from worker_daemon.layers.adapters import AdapterLayout, MatrixShard
 from worker_daemon.lora.adapter_config import (
     CONFIG_NAME,
     AdapterConfig,
+    ModuleScale,
+    Side,
     check_targets,
     read_adapter_config,
+    tensor_name,
 )
 from worker_daemon.models.file_identity import file_identity, file_stamps
 from worker_daemon.models.safetensors_file import (
@@ -30,7 +33,6 @@ from worker_daemon.regular_file import TruncatedError, read_whole
 
 TENSORS_NAME: Final = "adapter_model.safetensors"
 _TENSOR: Final = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-_Side = Literal["A", "B"]
 _MAX_SHOWN: Final = 200
 
 
@@ -40,8 +42,8 @@ class AdapterFiles:
 
     weights: Tensor
     """[slot_size] in the model's dtype, on the host; page-locked for a GPU."""
-    rank: int
-    """The largest LoRA rank of its matrices."""
+    modules: Mapping[str, ModuleScale]
+    """Rank and scale of each module of the whole model that it changes."""
     identity: SourceIdentity
 
 
@@ -78,8 +80,8 @@ class AdapterFormat:
         try:
             identity = _identity_of(directory, stamps)
             with SafetensorsFile(path) as file:
-                rank = max(self._check(file.entries, config, directory).values())
-                adapter = AdapterFiles(self._read(file, config, directory), rank, identity)
+                modules = self._check(file.entries, config, directory)
+                adapter = AdapterFiles(self._read(file, config, directory), modules, identity)
             if adapter_stamps(directory) != stamps:
                 what, fix = "its files changed while they were read", "add it again"
                 raise _refused(what, directory, fix)
@@ -92,8 +94,8 @@ class AdapterFormat:
 
     def _check(
         self, entries: Mapping[str, Entry], config: AdapterConfig, directory: Path
-    ) -> dict[str, int]:
-        """Return the rank of each module in the file."""
+    ) -> dict[str, ModuleScale]:
+        """Return rank and scale of each module in the file."""
         found: dict[str, set[str]] = {}
         for name, entry in entries.items():
             matched = _TENSOR.fullmatch(name)
@@ -108,10 +110,10 @@ class AdapterFormat:
             if len(sides) < 2:
                 what = f"{module} has only its lora_{sides.pop()}"
                 raise _refused(what, directory, "save the adapter again, with A and B")
-        return {module: config.rank_of(module) for module in found}
+        return config.scales_of(found)
 
     def _check_entry(
-        self, module: str, side: _Side, entry: Entry, config: AdapterConfig, directory: Path
+        self, module: str, side: Side, entry: Entry, config: AdapterConfig, directory: Path
     ) -> None:
         rank, (num_outputs, num_inputs) = config.rank_of(module), self._shapes[module]
         if rank > self._layout.max_rank:
@@ -143,7 +145,7 @@ class AdapterFormat:
         for each in layout.merged:
             a, b = each.a_of(slots)[0], each.b_of(slots)[0]
             for index, shard in enumerate(each.shards):
-                if _tensor_name(shard.module, "A") in file.entries:
+                if tensor_name(shard.module, "A") in file.entries:
                     first = index * layout.max_rank
                     rank = config.rank_of(shard.module)
                     self._read_a(file, shard, rank, a[first : first + rank])
@@ -158,7 +160,7 @@ class AdapterFormat:
         return weights
 
     def _read_a(self, file: SafetensorsFile, shard: MatrixShard, rank: int, into: Tensor) -> None:
-        file.read_into(_tensor_name(shard.module, "A"), (slice(0, rank), shard.columns), into)
+        file.read_into(tensor_name(shard.module, "A"), (slice(0, rank), shard.columns), into)
 
     def _read_b(
         self, file: SafetensorsFile, shard: MatrixShard, rank: int, scale: float, into: Tensor
@@ -166,7 +168,7 @@ class AdapterFormat:
         first = 0
         for rows in shard.rows:
             values = torch.empty((rows.stop - rows.start, rank), dtype=torch.float32)
-            file.read_into(_tensor_name(shard.module, "B"), (rows, slice(0, rank)), values)
+            file.read_into(tensor_name(shard.module, "B"), (rows, slice(0, rank)), values)
             into[first : first + len(values)].copy_(values.mul_(scale))
             first += len(values)
 
@@ -180,10 +182,6 @@ def _identity_of(directory: Path, stamps: bytes) -> SourceIdentity:
     config = directory / CONFIG_NAME
     texts, files = {config: read_whole(config)}, [directory / TENSORS_NAME]
     return file_identity(directory, texts, files, stamps)
-
-
-def _tensor_name(module: str, side: _Side) -> str:
-    return f"base_model.model.{module}.lora_{side}.weight"
 
 
 def _unknown(name: str, directory: Path) -> CheckpointError:

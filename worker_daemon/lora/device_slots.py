@@ -49,6 +49,13 @@ class DeviceSlots:
             placed.append(slot)
         return placed
 
+    def refresh(self, adapter: HostAdapter) -> None:
+        """Queue a copy of an adapter whose weights have changed, to the slot that holds it: later
+        steps read the new ones there."""
+        if adapter in self._held:
+            self._slots[self._held.index(adapter)].copy_(adapter.weights, non_blocking=True)
+            self.num_copies += 1
+
     def forget(self) -> None:
         """Mark all slots as empty, because the memory has lost its content."""
         self._held = [None] * len(self._held)

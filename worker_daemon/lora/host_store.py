@@ -2,12 +2,14 @@
 admissions change it, which all ranks see in the same order, so all ranks hold the same adapters."""
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from rpc_schema.errors import CapacityError, ConfigError
 from worker_daemon.contracts.source_identity import SourceIdentity
+from worker_daemon.lora.adapter_config import ModuleScale
 
 
 @dataclass(slots=True, eq=False)
@@ -18,13 +20,22 @@ class HostAdapter:
     name: str
     lora_id: int
     version: int
-    rank: int
+    modules: Mapping[str, ModuleScale]
+    """Rank and scale of each module of the whole model that it changes."""
     weights: Tensor
-    """[slot_size] on the host."""
+    """[slot_size] on the host; an update puts another tensor here."""
     identity: SourceIdentity
+    """Identity of the files that it was read from, or of the updates since."""
+    weights_version: int = 0
+    """Number of its latest update; 0: it is as its files were."""
     is_pinned: bool = False
     serial: int = field(init=False, default=0)
     """Unique number in this process, different for each version of an adapter; from 1 on."""
+
+    @property
+    def rank(self) -> int:
+        """The largest LoRA rank of its matrices."""
+        return max(module.rank for module in self.modules.values())
 
 
 class HostStore:
@@ -62,6 +73,10 @@ class HostStore:
         if adapter is not None:
             self._use(adapter)
         return adapter
+
+    def get(self, lora_id: int) -> HostAdapter | None:
+        """Return the adapter with an id, if there is one; it does not count as used."""
+        return self._adapters.get(lora_id)
 
     def check_room(self, lora_id: int) -> None:
         """Raise CapacityError if an adapter cannot be added because all others are pinned."""

@@ -93,6 +93,8 @@ class Places:
     quantized: Collection[str]
     """Incoming names of tensors that are quantized, or a part of a quantized one, in the checkpoint
     or here."""
+    owner: str = "the model"
+    """Owner of these tensors, for errors."""
 
     def check(
         self, manifest: Manifest, received: Collection[str] = (), *, partial: bool = False
@@ -155,7 +157,7 @@ class Places:
         spec = self.specs.get(name)
         if spec is None:
             fix = self._suggestion(name)
-            raise config_error("names", name, "the model has no such tensor", fix)
+            raise config_error("names", name, f"{self.owner} has no such tensor", fix)
         if origin:
             self._check_piece(name, dtype, shape, origin)
         elif not spec.fits(shape):

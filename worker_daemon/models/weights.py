@@ -39,7 +39,7 @@ from worker_daemon.models.staged import MAX_READERS, Extent, read_staged
 from worker_daemon.raising import Translation
 from worker_daemon.regular_file import TruncatedError, broken_file, is_plain_name, read_whole
 
-_SINGLE_FILE = "model.safetensors"
+SINGLE_FILE: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"
 """Names the file of each tensor."""
 _SUFFIX = ".safetensors"
@@ -307,15 +307,15 @@ def check_items(wanted: Mapping[Path, Sequence[Item]]) -> None:
                 _checked_entry(file, piece)
 
 
-def weight_files(model_dir: Path) -> tuple[Path, ...]:
-    """Return the files that load_weights reads tensors from, sorted. Raises CheckpointError if
-    there are none, or their index is broken."""
-    return tuple(sorted(set(_tensor_files(model_dir).values())))
+def weight_files(model_dir: Path, single: str = SINGLE_FILE) -> tuple[Path, ...]:
+    """Return the files that load_weights reads tensors from, sorted. single: the name of one that
+    has all. Raises CheckpointError if there are none, or their index is broken."""
+    return tuple(sorted(set(_tensor_files(model_dir, single).values())))
 
 
 def has_tensors(model_dir: Path) -> bool:
     """Return True if a directory has the safetensors files of a checkpoint, or their index."""
-    return (model_dir / _SINGLE_FILE).exists() or (model_dir / INDEX_NAME).exists()
+    return (model_dir / SINGLE_FILE).exists() or (model_dir / INDEX_NAME).exists()
 
 
 def hold_the_same(model_dir: Path, first: str, second: str) -> bool:
@@ -342,20 +342,22 @@ def hold_the_same(model_dir: Path, first: str, second: str) -> bool:
     return True
 
 
-def tensor_names(model_dir: Path) -> frozenset[str]:
-    """Return the names of all tensors of a checkpoint. Raises CheckpointError as read_headers
-    does."""
-    return frozenset(_tensor_files(model_dir))
+def tensor_names(model_dir: Path, single: str = SINGLE_FILE) -> frozenset[str]:
+    """Return the names of all tensors of a checkpoint. single: as weight_files takes it. Raises
+    CheckpointError as read_headers does."""
+    return frozenset(_tensor_files(model_dir, single))
 
 
-def read_headers(model_dir: Path, names: Iterable[str] = ()) -> dict[str, TensorHeader]:
+def read_headers(
+    model_dir: Path, names: Iterable[str] = (), single: str = SINGLE_FILE
+) -> dict[str, TensorHeader]:
     """Return the header entries of these tensors, in this order; without names those of all
-    tensors, sorted.
+    tensors, sorted. single: as weight_files takes it.
 
     Raises:
         CheckpointError: a tensor or file is missing or truncated, or of an unsupported dtype.
     """
-    files = _tensor_files(model_dir)
+    files = _tensor_files(model_dir, single)
     wanted = list(names) or sorted(files)
     by_file: defaultdict[Path, list[str]] = defaultdict(list)
     for name in wanted:
@@ -492,15 +494,17 @@ def _total_bytes(items: Iterable[Item]) -> int:
     )
 
 
-def _tensor_files(model_dir: Path) -> Mapping[str, Path]:
+def _tensor_files(model_dir: Path, name: str = SINGLE_FILE) -> Mapping[str, Path]:
     """Return tensor name -> the file that holds it."""
-    single, index = model_dir / _SINGLE_FILE, model_dir / INDEX_NAME
+    single, index = model_dir / name, model_dir / INDEX_NAME
     if single.exists():
         with _open(single) as file:
             return dict.fromkeys(file.entries, single)
-    if index.exists():
+    if index.exists() and name == SINGLE_FILE:
         return _read_index(index)
-    fix = f"provide {_SINGLE_FILE} or {INDEX_NAME} with its shards"
+    fix = f"provide {name}"
+    if name == SINGLE_FILE:
+        fix += f" or {INDEX_NAME} with its shards"
     if any(model_dir.glob("*.bin")) or any(model_dir.glob("*.pt")):
         fix += "; .bin and .pt files are pickles and are not read, convert them with safetensors"
     raise CheckpointError(

@@ -282,6 +282,7 @@ def _make_adapters(
     layout.bind(slots)
     return Adapters(
         layout,
+        whole.shapes,
         HostStore(config.num_cpu_loras),
         DeviceSlots(slots),
         AdapterReader(

@@ -409,19 +409,19 @@ class Worker:
         Raises: see WeightTransfer.init_engine.
         """
         rank = self._transfer.init_engine(
-            message.engine, message.timeout_ms / 1000, self._device.opened.place, self._roots
+            message.engine, message.timeout_ms / 1000, self._device.opened.place
         )
         return wt.InitWeightTransferEngineReply(**self._identity(message), transfer_rank=rank)
 
     def start_weight_update(self, message: wt.StartWeightUpdate) -> Done:
         """Open an update: no step runs until it is finished, unless it is the draft model's, whose
-        drafts change no token.
+        drafts change no token, or an adapter's, which is changed as a whole then.
 
         Raises: see WeightTransfer.start, and
             ConfigError: rows are to be recomputed, and layers keep a state per request.
         """
         self._check_recomputes(message.running)
-        self._transfer.start(message, self._model, self._device.opened.place)
+        self._transfer.start(message, self._model, self._device.opened.place, self._roots)
         if message.target == "model":
             self._leave_weights(message.running)
         return Done(**self._identity(message))
@@ -441,7 +441,7 @@ class Worker:
         """
         before = self._model.weights.version
         version = self._transfer.finish()
-        if self._model.weights.version != before:  # it may have been the draft model's
+        if self._model.weights.version != before:  # it may have been another target's
             self._weights_changed(before)
         if self._device.opened.place.device.type == "cuda":
             torch.cuda.empty_cache()  # frees the buffers for other processes
@@ -561,6 +561,7 @@ class Worker:
             identity=on_wire(added.identity),
             evicted=added.evicted,
             files_changed=added.files_changed,
+            weights_version=added.weights_version,
         )
 
     def remove_lora(self, message: lora.RemoveLora) -> lora.RemoveLoraReply:
@@ -588,6 +589,7 @@ class Worker:
                 is_pinned=each.is_pinned,
                 size_bytes=each.weights.nbytes,
                 identity=on_wire(each.identity),
+                weights_version=each.weights_version,
             )
             for each in there
         )

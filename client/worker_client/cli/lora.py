@@ -71,7 +71,7 @@ def list_loras(
     with _group(endpoints, key_file, known_daemons, wait) as group:
         adapters = group.loras.list_by_rank()[0].adapters
     if as_json:
-        fields = ("name", "lora_id", "rank", "is_pinned", "size_bytes")
+        fields = ("name", "lora_id", "rank", "is_pinned", "size_bytes", "weights_version")
         shown = [{field: getattr(each, field) for field in fields} for each in adapters]
         print_text(json.dumps(shown) + "\n")
         return

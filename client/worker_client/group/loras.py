@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -26,6 +26,7 @@ from worker_client.errors import (
     config_error,
 )
 from worker_client.group.group_channel import GroupChannel
+from worker_client.group.running import RunningRequests
 
 ADD_TIMEOUT_S: Final = 600.0
 """Limit on reading an adapter from disk."""
@@ -38,6 +39,12 @@ _TYPES: Final = MappingProxyType({e.name: e.type for e in msgspec.structs.fields
 _LOG = logging.getLogger(__name__)
 
 
+class OnUpdate(Protocol):
+    """See GroupLoras.on_update."""
+
+    def __call__(self, adapter: "GroupAdapter", running: RunningRequests) -> None: ...
+
+
 class GroupAdapter(NamedTuple):
     """An adapter that every rank has in host memory."""
 
@@ -46,6 +53,14 @@ class GroupAdapter(NamedTuple):
     version: int
     identity: ContentIdentity
     is_pinned: bool = False
+    weights_version: int = 0
+    """Number of its latest weight update; 0: it is as its files were."""
+
+    @property
+    def weights_key(self) -> bytes:
+        """Bytes that no other weights of this version have; empty if it is as its files were."""
+        number = self.weights_version
+        return number.to_bytes(8, "little") + self.identity.content if number else b""
 
     @property
     def extension(self) -> LoraRequest:
@@ -125,6 +140,11 @@ class GroupLoras:
     def __init__(self, channel: GroupChannel) -> None:
         self._channel = channel
         self._known: dict[int, GroupAdapter] = {}
+        self.on_update: OnUpdate | None = None
+        """Called with an adapter whose weights an update has changed, before another step can be
+        sent; must not call the group. The newest driver of the group sets it."""
+        self.updates_fault = ""
+        """Why the newest driver cannot have adapters updated; empty: it can, or there is none."""
 
     @property
     def known(self) -> Mapping[int, GroupAdapter]:
@@ -218,7 +238,10 @@ class GroupLoras:
             self.remove(lora_id)
             raise
         pinned = lora_id in self._known and self._known[lora_id].is_pinned
-        adapter = GroupAdapter(name, lora_id, replies[0].version, replies[0].identity, pinned)
+        found = replies[0]
+        adapter = GroupAdapter(
+            name, lora_id, found.version, found.identity, pinned, found.weights_version
+        )
         self._known[lora_id] = adapter
         return Committed(adapter, any(reply.files_changed for reply in replies))
 
@@ -256,6 +279,39 @@ class GroupLoras:
         """Return every rank's adapters in host memory, least recently used first."""
         return self._channel.ask(lora.ListLoras)
 
+    def find(self, adapter: GroupAdapter) -> GroupAdapter:
+        """Return an adapter as the ranks have it now, for an update of its weights. Raises
+        ClientConfigError: they have no such adapter, or the driver cannot have it updated."""
+        known = self._known.get(adapter.lora_id)
+        if known is None or known.version != adapter.version:
+            there = sorted(each.name for each in self._known.values())
+            fix = f"add it first, and use what that returns; there are {there}"
+            raise config_error("target", adapter.name, "the group has no such adapter", fix)
+        if self.updates_fault:
+            fix = "give the driver a scheduler that has it"
+            raise config_error("target", adapter.name, self.updates_fault, fix)
+        return known
+
+    def updated(self, adapter: GroupAdapter, running: RunningRequests) -> None:
+        """Note that an update of an adapter was finished, at least on some ranks. If they differ in
+        it now, it is removed from all.
+
+        Raises:
+            ContentMismatchError: it was removed.
+        """
+        before = self._known.get(adapter.lora_id)
+        self.learn()
+        now = self._known.get(adapter.lora_id)
+        if now is None or now.version != adapter.version:
+            raise ContentMismatchError(
+                "not all ranks have finished the update of this adapter: it was removed",
+                field="target",
+                value=adapter.name,
+                fix="add it again, and update it",
+            )
+        if now != before and self.on_update is not None:
+            self.on_update(now, running)
+
     def forget(self) -> None:
         """Forget all adapters, which the daemons have dropped."""
         self._known.clear()
@@ -277,10 +333,16 @@ class GroupLoras:
             self._channel.ask(partial(lora.RemoveLora, lora_id=lora_id))
 
     def restore(self, newcomers: Collection[int]) -> None:
-        """Give newly loaded ranks the adapters that all ranks had. One that cannot be read there is
-        removed from the other ranks too; only its requests fail."""
+        """Give newly loaded ranks the adapters that all ranks had, from their files. One that
+        cannot be read there, or whose weights were updated since, is removed from the other ranks
+        too; only its requests fail."""
         for adapter in list(self._known.values()):
-            name, lora_id, version, _, is_pinned = adapter
+            name, lora_id, version, is_pinned = (
+                adapter.name,
+                adapter.lora_id,
+                adapter.version,
+                adapter.is_pinned,
+            )
             try:
                 deadline = time.monotonic() + ADD_TIMEOUT_S
                 while not self.prepare(name, version, newcomers):
@@ -329,7 +391,9 @@ def _check_id(lora_id: object) -> None:
 
 
 def _known_as(info: lora.LoraInfo) -> GroupAdapter:
-    return GroupAdapter(info.name, info.lora_id, info.version, info.identity, info.is_pinned)
+    return GroupAdapter(
+        info.name, info.lora_id, info.version, info.identity, info.is_pinned, info.weights_version
+    )
 
 
 def _are_same(found: Sequence[GroupAdapter | None]) -> bool:

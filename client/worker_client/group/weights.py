@@ -11,6 +11,7 @@ from rpc_schema import lifecycle as lc
 from rpc_schema import weight_transfer as wt
 from rpc_schema.base import StepReply, StepRequest
 from rpc_schema.errors import (
+    ConfigError,
     WorkerDaemonError,
     WorkerError,
 )
@@ -21,8 +22,10 @@ from worker_client.errors import (
 )
 from worker_client.group.failure_state import Change, FailureState, WeightsGone
 from worker_client.group.group_channel import GroupChannel
+from worker_client.group.loras import GroupAdapter, GroupLoras
 from worker_client.group.outcomes import StepsInFlight
 from worker_client.group.recomputing import Recomputation, Recomputed
+from worker_client.group.running import RunningRequests
 from worker_client.group.waiting import Waiter
 from worker_client.group.weights_state import (
     WeightsVersion,
@@ -43,8 +46,8 @@ TRANSFER_SLACK_S: Final = 30.0
 MAX_VERSION: Final = 2**63 - 1
 """Largest number of a version."""
 
-RunningRequests: TypeAlias = wt.RunningRows | Literal["abort"]
-"""Treatment of running requests when the weights change: see GroupWeights.start_update."""
+Target: TypeAlias = Literal["model", "draft_model"] | GroupAdapter
+"""Weights that an update changes: of the model, of the one that drafts for it, or an adapter's."""
 
 ReplyT = TypeVar("ReplyT", bound=StepReply)
 
@@ -53,9 +56,15 @@ class GroupWeights:
     """`WorkerGroup.weights`. Belongs to the group's thread."""
 
     def __init__(
-        self, channel: GroupChannel, steps: StepsInFlight, state: FailureState, waiter: Waiter
+        self,
+        channel: GroupChannel,
+        steps: StepsInFlight,
+        state: FailureState,
+        waiter: Waiter,
+        loras: GroupLoras,
     ) -> None:
         self._channel = channel
+        self._loras = loras
         self._steps = steps
         self._state = state
         self._waiter = waiter
@@ -78,6 +87,8 @@ class GroupWeights:
         """The latest update, open or not, keeps requests."""
         self._must_recompute = False
         """Requests that are kept are to be recomputed once the weights are complete."""
+        self._adapter: tuple[GroupAdapter, RunningRequests] | None = None
+        """The adapter that the open update is of, if it is of one."""
 
     def learn(self, statuses: Sequence[lc.Status]) -> None:
         """Note what the ranks hold: steps are refused unless all have complete weights of one
@@ -132,7 +143,7 @@ class GroupWeights:
         *,
         partial: bool = False,
         version: int | None = None,
-        target: wt.UpdateTarget = "model",
+        target: Target = "model",
         running: RunningRequests = "drop",
     ) -> None:
         """Open an update on every rank, once the steps in flight are over. No step can be sent
@@ -142,22 +153,31 @@ class GroupWeights:
         format: `checkpoint`, tensors as in the checkpoint, or `kernel`, as the ranks hold them.
         partial: tensors that are not sent stay as they are.
         version: number of the version that the update makes; None: one more than before.
-        target: `draft_model` updates the model that drafts, whose weights have a version of their
-            own. Requests go on, and steps can be sent; `running` must be left as it is.
+        target: `draft_model` updates the model that drafts; `running` must be left as it is. An
+            adapter (`group.loras.known`) is updated as a whole by finish_update(), with PEFT's
+            names; until then, and if the update fails, it stays as it was. Both have versions of
+            their own; other requests go on, and steps can be sent.
         running: what happens to running requests. `drop`: they are lost; the next step's failure
             names them. `keep`: they go on with the KV that they have, all ranks with the new
             weights from the same step on. They are held, not lost, if the update fails, until one
             with `keep` is complete. KV that is lost later is computed again by the newest weights.
             `recompute`: as `keep`, but finish_update() computes their KV again, all of it by the
             new weights (docs/weights.md). `abort`: they are lost for good
-            (StepFailed.aborted_req_ids): `Driver` returns their outputs with the tokens so far.
+            (StepFailed.aborted_req_ids): `Driver` returns their outputs with the tokens so far. Of
+            an adapter: those that use it, and its driver's scheduler does it, without a failure
+            (AdaptingScheduler).
 
         Raises:
             ConfigError: the version is not larger than that of every rank, or the model cannot be
-                updated, or there is no draft model; or requests cannot be recomputed, since layers
-                keep a state per request, or replicas are in lockstep. Nothing has changed, but for
+                updated, or there is no such draft model or adapter; or requests cannot be
+                recomputed, since layers keep a state per request, or replicas are in lockstep.
+                Nothing has changed, but for
                 requests that are lost.
         """
+        self._adapter = None
+        if isinstance(target, GroupAdapter):
+            self._start_adapter(self._loras.find(target), format, partial, version, running)
+            return
         if target != "model" and running != "drop":
             problem, fix = "requests go on while a draft model is updated", "leave it out"
             raise config_error("running", running, problem, fix)
@@ -183,6 +203,30 @@ class GroupWeights:
             self.learn(self._statuses())  # if all ranks refuse, steps can run
             raise
 
+    def _start_adapter(
+        self,
+        adapter: GroupAdapter,
+        format: wt.WeightFormat,
+        partial: bool,
+        version: int | None,
+        running: RunningRequests,
+    ) -> None:
+        """Open an update of an adapter; steps in flight go on."""
+        self._channel.check_usable()
+        number = _next_number([adapter.weights_version], version)
+        self._channel.ask(
+            lambda **ids: wt.StartWeightUpdate(
+                format=format,
+                partial=partial,
+                version=number,
+                target="lora",
+                lora_id=adapter.lora_id,
+                running="keep",
+                **ids,
+            )
+        )
+        self._adapter = adapter, running
+
     def update(self, tensors: TensorList, source: wt.Source) -> list[wt.UpdateWeightsReply]:
         """Update tensors on every rank, from the engine's source. A trainer's broadcasts must run
         at the same time as this call: it returns once they are complete.
@@ -192,7 +236,7 @@ class GroupWeights:
                 still open.
             CheckpointError: files are missing or truncated; likewise.
             TransferError: the trainer is lost. The weights are dirty: restart with
-                init_transfer_engine and start_update, or reload.
+                init_transfer_engine and start_update, or reload. An adapter is as it was.
         """
         return self._channel.ask(partial(wt.UpdateWeights, **tensors._asdict(), source=source))
 
@@ -202,10 +246,30 @@ class GroupWeights:
 
         Raises:
             ConfigError: tensors are missing; the update is still open.
+            StateError: the adapter was removed or replaced meanwhile.
+            ContentMismatchError: only some ranks have finished an adapter's update. It was removed.
         """
+        if self._adapter is not None:
+            return self._finish_adapter(*self._adapter)
         replies = self._channel.ask(wt.FinishWeightUpdate)
         self.learn(self._statuses())
         self._recompute()
+        return replies
+
+    def _finish_adapter(
+        self, adapter: GroupAdapter, running: RunningRequests
+    ) -> list[wt.FinishWeightUpdateReply]:
+        try:
+            replies = self._channel.ask(wt.FinishWeightUpdate)
+        except ConfigError:
+            raise  # all ranks refuse, before any of them changes the adapter
+        except WorkerError:
+            self._adapter = None
+            with contextlib.suppress(WorkerDaemonError):  # if ranks differ now, it is removed
+                self._loras.learn()
+            raise
+        self._adapter = None
+        self._loras.updated(adapter, running)
         return replies
 
     def reload(
@@ -296,13 +360,7 @@ class GroupWeights:
             held = [each.weights for each in statuses]
             known = [0 if self.version is None else self.version.number]
         known += [each.version for each in held if each is not None]
-        if version is None:
-            return max(known) + 1
-        if type(version) is not int or not max(known) < version <= MAX_VERSION:
-            problem = f"the weights have version {max(known)} already"
-            fix = f"give a number from {max(known) + 1} to {MAX_VERSION}, or None for the next one"
-            raise config_error("version", version, problem, fix)
-        return version
+        return _next_number(known, version)
 
     def _check_recomputes(self, running: RunningRequests) -> None:
         """Refuse to recompute requests of replicas in lockstep: each replica's passes would be a
@@ -373,3 +431,14 @@ class GroupWeights:
 
     def _statuses(self) -> list[lc.Status]:
         return [client.get_status() for client in self._channel.daemons.clients]
+
+
+def _next_number(known: Sequence[int], version: int | None) -> int:
+    """Return the number of a version: larger than the known ones. Raises ClientConfigError."""
+    if version is None:
+        return max(known) + 1
+    if type(version) is not int or not max(known) < version <= MAX_VERSION:
+        problem = f"the weights have version {max(known)} already"
+        fix = f"give a number from {max(known) + 1} to {MAX_VERSION}, or None for the next one"
+        raise config_error("version", version, problem, fix)
+    return version

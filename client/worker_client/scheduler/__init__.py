@@ -8,12 +8,14 @@ request_queues.py  waiting and running requests
 decode_groups.py   requests that decode together, so that stages work on different ones
 request.py         one request: its counts, its end, its start or adoption
 request_blocks.py  blocks held by requests, and the prefix cache; built on block_pool.py
+adapter_versions.py  weights of LoRA adapters, which updates change
 """
 
 from worker_client.requests import FinishReason as FinishReason
 from worker_client.requests import RequestOutput as RequestOutput
 from worker_client.requests import failed_request as failed_request
 from worker_client.scheduler.interface import NO_JUMP as NO_JUMP
+from worker_client.scheduler.interface import AdaptingScheduler as AdaptingScheduler
 from worker_client.scheduler.interface import EndingScheduler as EndingScheduler
 from worker_client.scheduler.interface import ExpectingScheduler as ExpectingScheduler
 from worker_client.scheduler.interface import HoldingScheduler as HoldingScheduler

@@ -10,6 +10,8 @@ from rpc_schema.config import MAX_SAMPLES_PER_SEQ, SpeculativeConfig, WorkerConf
 from rpc_schema.kv_cache import BlockGroup, block_groups, border_tokens, longest_request
 from rpc_schema.pooling import PoolingSupport
 from worker_client.group.loading import LoadedGroup
+from worker_client.group.loras import GroupAdapter
+from worker_client.group.running import RunningRequests
 from worker_client.group.weights_state import WeightsVersion
 from worker_client.parts.interface import ModelBounds
 from worker_client.requests import GenerationRequest, RequestOutput
@@ -101,6 +103,26 @@ class RecomputingScheduler(VersionedScheduler, Protocol):
     def share_recomputed(self) -> None:
         """Let requests begin with the blocks of those that run, again: the present weights have
         computed their KV. Called after use_weights."""
+
+
+@runtime_checkable
+class AdaptingScheduler(SchedulerInterface, Protocol):
+    """A scheduler of requests with adapters whose weights may be updated. With another one, such
+    updates are refused."""
+
+    def use_adapter(
+        self, adapter: GroupAdapter, running: RunningRequests, num_in_flight: int
+    ) -> None:
+        """Begin no request of this adapter (LoraRequest.version) with blocks that other weights of
+        it (GroupAdapter.weights_key) have computed, nor with those of its requests that run now.
+        Other requests and their blocks are not concerned.
+
+        The workers have its rows, and compute them with the new weights. running: `keep`, they go
+        on; `drop` or `recompute`, they are preempted, and continue from their known tokens;
+        `abort`, they end with the tokens that they have, also those that wait. num_in_flight: steps
+        that were sent before and have no result here, the oldest ones; they sample with the former
+        weights. Called at the driver's start for each adapter that was updated before, then after
+        each update."""
 
 
 @runtime_checkable

@@ -16,6 +16,8 @@ from rpc_schema.pooling import PoolingParams
 from rpc_schema.sampling import PromptLogprobs, TraceLogprobs
 from rpc_schema.step import NO_TOKEN
 from worker_client.group.adoption import AdoptedRequest
+from worker_client.group.loras import GroupAdapter
+from worker_client.group.running import RunningRequests
 from worker_client.group.weights_state import WeightsVersion
 from worker_client.requests import (
     FinishReason,
@@ -25,6 +27,7 @@ from worker_client.requests import (
     parent_id,
     sample_id,
 )
+from worker_client.scheduler.adapter_versions import AdapterVersions
 from worker_client.scheduler.decode_groups import DecodeGroups
 from worker_client.scheduler.draft_lengths import DraftLengths, OnDraftingChange, log_change
 from worker_client.scheduler.interface import (
@@ -92,6 +95,7 @@ class Scheduler:
         self._limits = limits
         self._texts = texts
         self._blocks = RequestBlocks(limits)
+        self._adapters = AdapterVersions()
         num_stages, num_tokens = limits.pipeline_parallel_size, limits.max_num_batched_tokens
         self._step_budget: StepBudget | None = None
         max_imbalance = 1
@@ -112,7 +116,9 @@ class Scheduler:
         """Ended requests that the workers have still to forget."""
         self._clock = clock
         self._overdue: list[RequestOutput] = []
-        """Requests that their deadlines have ended, for the next result."""
+        """Requests that their deadlines have ended, or an update, for the next result."""
+        self._aborting: list[Request] = []
+        """Requests that an update of their adapter ends once no step in flight names them."""
         self._num_steps = 0
         self._in_flight: deque[int] = deque()
         self._sampled_by = 0
@@ -129,6 +135,8 @@ class Scheduler:
         """
         made = new_request(request, self._limits, self._texts)
         self._queues.check_unused(made.id, fix="choose another")
+        if made.extensions:
+            self._adapters.begin(made)
         first = sample_id(parent_id(made.id), 0) if made.sample.place else ""
         self._queues.add(made, behind=first)
 
@@ -154,6 +162,7 @@ class Scheduler:
             self._queues.add(entry)
         adopted.sort(key=lambda pair: (pair[0].urgency, pair[0].arrival))
         for entry, request in adopted:
+            self._adapters.adopt(entry)
             reason = entry.take_again()
             for span in request.earlier_versions:
                 entry.stamp(span.version, span.end)
@@ -190,9 +199,13 @@ class Scheduler:
         """Preempt a request until release_request; see PausingScheduler."""
         request = self._queues.unfinished.get(req_id)
         if request is not None:
-            request.go_on_from_known(num_void=request.num_void + request.num_in_flight)
-            self._begin_again(request)
+            self._preempt(request)
             self._queues.hold(request)
+
+    def _preempt(self, request: Request) -> None:
+        """Let a request wait, and ignore what steps in flight sample for it."""
+        request.go_on_from_known(num_void=request.num_void + request.num_in_flight)
+        self._begin_again(request)
 
     def generated_tokens(self, req_id: str, first: int) -> list[int]:
         """Return the generated tokens of an unfinished request from number `first` on."""
@@ -235,6 +248,8 @@ class Scheduler:
         self._blocks.remember_sent()
         if self._queues.next_deadline != math.inf:
             self._overdue += self._end_overdue(idle=bool(self._in_flight))
+        if self._aborting and not self._in_flight:
+            self._overdue += self._end_aborting()
         step = Step(
             self._limits,
             self._queues,
@@ -260,7 +275,10 @@ class Scheduler:
         return self._commit(step)
 
     def _commit(self, step: Step) -> SchedulerOutput:
-        new = [request.as_new(self._sampled_by, self._admits_with) for request in step.new]
+        new = [
+            request.as_new(self._sampled_by, self._admits_with, self._adapters.present_of(request))
+            for request in step.new
+        ]
         preempted = step.preempted
         for request in step.new:
             if request.needs_admission:
@@ -302,10 +320,11 @@ class Scheduler:
         self, output: SchedulerOutput, result: StepResult
     ) -> list[RequestOutput]:
         """Process the tokens that a step sampled; see SchedulerInterface."""
+        ended = self._follow_adapters() if self._adapters.changes or self._aborting else []
         self._end_oldest()
         if result.weights_version != self._sampled_by:
             self._note_weights(result.weights_version)
-        done, self._overdue = self._overdue, []
+        done, self._overdue = self._overdue + ended, []
         find, block_size = self._queues.unfinished.get, self._blocks.unit
         if result.reports:
             self._take_prompts(result.reports.get(PromptLogprobs, {}))
@@ -473,6 +492,37 @@ class Scheduler:
     def share_recomputed(self) -> None:
         """Share the blocks of running requests, again; see RecomputingScheduler."""
         self._blocks.share_recomputed(self._queues.running.values())
+
+    def use_adapter(
+        self, adapter: GroupAdapter, running: RunningRequests, num_in_flight: int
+    ) -> None:
+        """Compute an adapter's requests with its new weights; see AdaptingScheduler."""
+        first = self._num_steps
+        if num_in_flight < len(self._in_flight):  # planned, and sent after the update
+            first = self._in_flight[num_in_flight]
+        users = self._adapters.change(adapter, first, self._queues.unfinished.values())
+        if running == "keep":
+            return
+        for request in users:
+            if running != "abort":
+                if request.is_running:
+                    self._preempt(request)
+            elif request.is_running or len(request.tokens) > request.num_prompt_tokens:
+                self.pause_request(request.id)
+                self._aborting.append(request)
+
+    def _follow_adapters(self) -> list[RequestOutput]:
+        """Note which weights of adapters have sampled the oldest step in flight. Return the
+        requests that an update ends."""
+        if self._in_flight:
+            unfinished = self._queues.unfinished.values()
+            self._adapters.sampled_by(self._in_flight[0], self._sampled_by, unfinished)
+        return self._end_aborting()
+
+    def _end_aborting(self) -> list[RequestOutput]:
+        ending, self._aborting = self._aborting, []
+        unfinished = self._queues.unfinished
+        return [self._finish(each, "abort") for each in ending if unfinished.get(each.id) is each]
 
     def forget_prefixes(self) -> None:
         """Drop the prefix cache after the group has lost its KV cache: by a sleep or a discard, or

@@ -72,7 +72,7 @@ if TYPE_CHECKING:  # it needs the library of an extra
 
 NO_DRAFTS: Final = DraftOutcome(0, 0)
 
-_NOTE_BYTES: Final = 192
+_NOTE_BYTES: Final = 288
 """Bound on an encoded _Note without its stop strings, whose bytes Traits.fixed_bytes counts."""
 MAX_NOTED_RUNS: Final = 8
 """Runs of versions in a note; earlier ones become one run of an unknown version."""
@@ -94,6 +94,8 @@ class _Note(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     weights_versions: tuple[VersionRun, ...] = ()
     is_mixed: bool = False
     """Its blocks have KV of weights that were replaced."""
+    adapter_version: int | None = None
+    """Number of the weights of its adapter that its row began with."""
 
 
 @dataclass(slots=True)
@@ -293,6 +295,9 @@ class Request:
     samples."""
     weights_versions: tuple[VersionRun, ...] = ()
     """Versions of the weights that have sampled its tokens, as far as stamp() was told."""
+    adapter_version: int | None = None
+    """Number of the weights of its adapter that sample for it, in the step whose result comes next;
+    AdapterVersions has it."""
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.tokens)
@@ -459,12 +464,19 @@ class Request:
         runs, left = [], max(0, known - self.num_prompt_tokens)
         for run in self.weights_versions:
             if left:
-                runs.append(VersionRun(run.version, min(run.num_tokens, left)))
+                runs.append(run._replace(num_tokens=min(run.num_tokens, left)))
                 left -= runs[-1].num_tokens
-        if left and runs and runs[-1].version == version:
-            runs[-1] = VersionRun(version, runs[-1].num_tokens + left)
+        made = VersionRun(version, left, self.adapter_version)
+        if left and runs and runs[-1]._replace(num_tokens=left) == made:
+            runs[-1] = made._replace(num_tokens=runs[-1].num_tokens + left)
         elif left:
-            runs.append(VersionRun(version, left))
+            runs.append(made)
+        self.weights_versions = tuple(runs)
+
+    def forget_adapter_versions(self) -> None:
+        """Note that it is not known which weights of its adapter have sampled its tokens."""
+        self.adapter_version = None
+        runs = (run._replace(adapter_version=None) for run in self.weights_versions)
         self.weights_versions = tuple(runs)
 
     def go_on_from_known(self, num_void: int = 0) -> None:
@@ -503,9 +515,12 @@ class Request:
         own = self.traits.fixed_bytes
         return admission_bytes(num_tokens, num_blocks, len(self.id), own, _NOTE_BYTES)
 
-    def as_new(self, sampled_by: int, samples_next: int) -> NewRequest:
+    def as_new(
+        self, sampled_by: int, samples_next: int, adapter_version: int | None = None
+    ) -> NewRequest:
         """Return its admission for the workers. sampled_by: version of the weights that have
-        sampled its newest tokens; samples_next: that of the present ones."""
+        sampled its newest tokens; samples_next: that of the present ones; adapter_version: that of
+        its adapter's."""
         if len(self.tokens) > self.num_prompt_tokens:
             self.stamp(sampled_by)
         by_group = self.blocks.by_group  # their lists grow later
@@ -517,8 +532,9 @@ class Request:
             *self.sample,
             self.priority,
             None if self.deadline == math.inf else self.deadline + _unix_offset_s(),
-            _noted(self.weights_versions, samples_next),
+            _noted(self.weights_versions, VersionRun(samples_next, 0, adapter_version)),
             self.blocks.is_mixed,
+            adapter_version,
         )
         return NewRequest(
             req_id=self.id,
@@ -542,7 +558,7 @@ class Request:
         newest tokens, or pooled it."""
         self.stamp(sampled_by)
         if pooled is not None:
-            self.weights_versions = (VersionRun(sampled_by, 0),)
+            self.weights_versions = (VersionRun(sampled_by, 0, self.adapter_version),)
         reported = self.reported or Reported()
         return RequestOutput(
             req_id=self.id,
@@ -720,10 +736,11 @@ def _with_output(
     return made
 
 
-def _noted(runs: tuple[VersionRun, ...], present: int) -> tuple[VersionRun, ...]:
-    """Return runs as a note has them: those before the present version, which the workers know. So
-    the note of a request stays the same for as long as its row does, whatever driver admits it."""
-    if runs and runs[-1].version == present:
+def _noted(runs: tuple[VersionRun, ...], present: VersionRun) -> tuple[VersionRun, ...]:
+    """Return runs as a note has them: those before the present versions, which a run without tokens
+    has. So the note of a request stays the same for as long as its row does, whatever driver admits
+    it."""
+    if runs and runs[-1]._replace(num_tokens=0) == present:
         runs = runs[:-1]
     if len(runs) <= MAX_NOTED_RUNS:
         return runs
@@ -833,6 +850,7 @@ def adopted_request(
         deadline=math.inf if unix_s is None else unix_s - _unix_offset_s(),
         sample=sample,
         weights_versions=note.weights_versions,
+        adapter_version=note.adapter_version,
     )
     made.blocks.num_cached_tokens = note.num_cached_tokens
     made.blocks.num_preemptions = note.num_preemptions

@@ -106,6 +106,8 @@ class RequestQueues:
 
     def hold(self, request: Request) -> None:
         """Take a waiting request out of line; it cannot be admitted until it is released."""
+        if request.id in self._held:
+            return
         self._leave_line(request)
         self._held[request.id] = request
 

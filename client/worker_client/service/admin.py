@@ -17,7 +17,7 @@ from rpc_schema.errors import CapacityError, ConfigError, StateError, WorkerErro
 from rpc_schema.lifecycle import MemoryTag, SleepLevel, Status
 from worker_client.driver import Driver
 from worker_client.errors import RequestError, request_error
-from worker_client.group.weights import RunningRequests
+from worker_client.group.running import RunningRequests
 from worker_client.scheduler import Scheduler
 from worker_client.service.context import ServiceContext
 from worker_client.service.errors import RETRY_AFTER, HttpError, unavailable

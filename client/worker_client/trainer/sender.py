@@ -21,7 +21,8 @@ from rpc_schema.errors import (
 from worker_client.errors import (
     config_error,
 )
-from worker_client.group.weights import RunningRequests
+from worker_client.group.running import RunningRequests
+from worker_client.group.weights import Target
 from worker_client.group.weights_state import WeightsVersion
 from worker_client.trainer.broadcast import DTYPE_NAMES, BroadcastChannel, TransferStopped
 from worker_client.trainer.cuda_blocks import locate
@@ -125,7 +126,7 @@ class WeightSender:
         partial: bool = False,
         packed_bytes: int = PACKED_BYTES,
         version: int | None = None,
-        target: wt.UpdateTarget = "model",
+        target: Target = "model",
         running: RunningRequests = "drop",
     ) -> SendReport:
         """Replace the weights of every rank, as one complete update; see GroupWeights.start_update.
@@ -141,7 +142,8 @@ class WeightSender:
             ConfigError: the model has no such tensors, or some are missing, or the version is
                 not larger; a corrected send() fixes that.
             TransferError, TransferStopped, WorkerDied: a transfer was interrupted; the
-                weights are dirty until another send() or GroupWeights.reload() succeeds.
+                weights are dirty until another send() or GroupWeights.reload() succeeds (an adapter
+                is as it was).
         """
         unique = _without_aliases(tensors)
         entries = entries_of(unique)

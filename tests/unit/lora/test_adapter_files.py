@@ -92,7 +92,7 @@ def test_shards_add_up_to_the_adapter(adapter, layers, size):
     for rank in range(size):
         layout = layout_of(layers, rank, size)
         files = reader(layout).read(adapter)
-        assert files.rank == 4
+        assert max(each.rank for each in files.modules.values()) == 4
         slots = files.weights.unsqueeze(0)
         for merged in layout.merged:
             a, b = merged.a_of(slots)[0], merged.b_of(slots)[0]

@@ -9,6 +9,7 @@ import torch
 from rpc_schema.errors import CapacityError, ConfigError
 from tests.support.waiting import PATIENCE_S
 from worker_daemon.contracts.source_identity import SourceIdentity
+from worker_daemon.lora.adapter_config import ModuleScale
 from worker_daemon.lora.adapter_files import AdapterFiles
 from worker_daemon.lora.device_slots import DeviceSlots
 from worker_daemon.lora.host_store import HostAdapter, HostStore
@@ -19,7 +20,7 @@ IDENTITY = SourceIdentity(b"files")
 
 def adapter(lora_id, version=1):
     weights = torch.full((4,), float(1000 * lora_id + version))
-    return HostAdapter(f"a{lora_id}", lora_id, version, 1, weights, IDENTITY)
+    return HostAdapter(f"a{lora_id}", lora_id, version, {}, weights, IDENTITY)
 
 
 def ids(store):
@@ -100,7 +101,7 @@ class Disk:
         assert self.may_read.wait(PATIENCE_S)
         if name == "bad":
             raise ConfigError("it is bad")
-        return AdapterFiles(torch.zeros(1), len(self.names), IDENTITY)
+        return AdapterFiles(torch.zeros(1), {"m": ModuleScale(len(self.names), 1.0)}, IDENTITY)
 
 
 def prepared(reader, name, version):
@@ -115,7 +116,7 @@ def test_adapters_are_read_ahead():
     assert not reader.prepare("a", 1)
     disk.may_read.set()
     prepared(reader, "a", 1)
-    assert reader.take("a", 1).rank == 1
+    assert reader.take("a", 1).modules["m"].rank == 1
     assert disk.names == ["a"], "read once"
     reader.take("a", 1)
     prepared(reader, "a", 2)

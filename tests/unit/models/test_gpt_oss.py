@@ -33,7 +33,7 @@ from worker_daemon.models.weights import (
     read_headers,
     read_parts,
 )
-from worker_daemon.worker.weight_transfer.engines import DiskReader
+from worker_daemon.worker.weight_transfer.engines import DiskReader, Expected, TensorFiles
 
 pytestmark = pytest.mark.each_value  # make test-all runs every combination
 
@@ -324,7 +324,9 @@ def test_packed_experts_in_an_update_without_names_are_refused(made):
     places = checkpoint_places(build(made.path), read_model_config(made.path))
     source = DiskSource(model=str(made.path))
     message = UpdateWeights(seq=1, epoch=1, link=1, names=(), source=source)
-    manifest = DiskReader([root], torch.device("cpu")).describe(message, None, places)
+    manifest = DiskReader(torch.device("cpu")).describe(
+        message, None, Expected(places, TensorFiles([root]))
+    )
     with pytest.raises(ConfigError, match="_blocks") as caught:
         places.check(manifest)
     assert "in bfloat16" in caught.value.fix

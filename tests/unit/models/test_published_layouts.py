@@ -29,7 +29,7 @@ from worker_daemon.models.saved_set import GroupShape, load_saved, read_saved_se
 from worker_daemon.models.saving import RankWeights, Saver, SaveRequest
 from worker_daemon.models.weight_places import checkpoint_places
 from worker_daemon.models.weights import load_weights
-from worker_daemon.worker.weight_transfer.engines import DiskReader
+from worker_daemon.worker.weight_transfer.engines import DiskReader, Expected, TensorFiles
 
 GEMMA3 = "google/gemma-3-4b-it"
 PUBLISHED_NAMES = {
@@ -192,10 +192,10 @@ def test_an_update_from_files_by_the_published_names(tmp_path, name, names_them)
     stored = load_file(tmp_path / "2" / "model.safetensors")
     others = ("vision_tower.", "multi_modal_projector.")
     names = [name for name in stored if not name.startswith(others)] if names_them else []
-    reader = DiskReader([tmp_path], torch.device("cpu"))
+    reader = DiskReader(torch.device("cpu"))
     source = DiskSource(model=str(tmp_path / "2"))
     message = UpdateWeights(seq=1, epoch=1, link=1, names=tuple(names), source=source)
-    manifest = reader.describe(message, None, places)
+    manifest = reader.describe(message, None, Expected(places, TensorFiles([tmp_path])))
     places.check(manifest)
 
     def place(rows):
@@ -210,13 +210,13 @@ def test_an_update_from_files_by_the_published_names(tmp_path, name, names_them)
 def test_a_tensor_of_the_vision_tower_in_an_update_is_refused_by_name(tmp_path):
     saved(tmp_path, GEMMA3)
     places = checkpoint_places(build(tmp_path), read_model_config(tmp_path))
-    reader = DiskReader([tmp_path], torch.device("cpu"))
+    reader = DiskReader(torch.device("cpu"))
     stored = load_file(tmp_path / "model.safetensors")
     name = min(name for name in stored if name.startswith("vision_tower."))
     source = DiskSource(model=str(tmp_path))
     message = UpdateWeights(seq=1, epoch=1, link=1, names=(name,), source=source)
     with pytest.raises(ConfigError, match=re.escape(name)) as caught:
-        places.check(reader.describe(message, None, places))
+        places.check(reader.describe(message, None, Expected(places, TensorFiles([tmp_path]))))
     assert caught.value.field == "names"
 
 
@@ -251,7 +251,7 @@ def test_an_adapter_of_the_whole_model_is_read(tmp_path):
     whole_model(read_model_config(tmp_path / "model"), SingleRank(), torch.float32, layout)
     files = AdapterFormat(layout, layout.shapes, torch.float32, pinned=False)
     plain = files.read(tmp_path / "adapter")
-    assert plain.rank == 2
+    assert {each.rank for each in plain.modules.values()} == {2}
     # Patterns and targets have the same names as tensors.
     path = tmp_path / "adapter" / "adapter_config.json"
     config = json.loads(path.read_text())

@@ -27,7 +27,7 @@ from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import build_stage, checkpoint_names
 from worker_daemon.models.weight_places import Manifest, checkpoint_places, kernel_places
 from worker_daemon.models.weights import load_dummy_weights, load_weights
-from worker_daemon.worker.weight_transfer.engines import DiskReader
+from worker_daemon.worker.weight_transfer.engines import DiskReader, Expected, TensorFiles
 
 pytestmark = pytest.mark.each_value  # make test-all runs every combination
 
@@ -214,8 +214,12 @@ def test_scales_of_transformers_own_names(made):
     names = tuple(load_file(checkpoint.path / "model.safetensors"))
     message = UpdateWeights(seq=1, epoch=1, link=1, names=names, source=source)
     places = checkpoint_places(again, read_model_config(checkpoint.path))
-    reader = DiskReader([checkpoint.path.parent], torch.device("cpu"))
-    places.check(manifest := reader.describe(message, None, places))
+    reader = DiskReader(torch.device("cpu"))
+    places.check(
+        manifest := reader.describe(
+            message, None, Expected(places, TensorFiles([checkpoint.path.parent]))
+        )
+    )
     places.check_complete(manifest.names)
 
 

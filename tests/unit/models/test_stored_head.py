@@ -28,7 +28,7 @@ from worker_daemon.models.stored_head import with_saved_head, with_stored_head
 from worker_daemon.models.weight_places import Manifest, checkpoint_places, kernel_places
 from worker_daemon.models.weights import check_checkpoint, load_weights
 from worker_daemon.plan.planning import plan_memory
-from worker_daemon.worker.weight_transfer.engines import DiskReader
+from worker_daemon.worker.weight_transfer.engines import DiskReader, Expected, TensorFiles
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 FILE = "model.safetensors"
@@ -268,10 +268,10 @@ def test_a_saved_set_has_the_head_that_was_loaded(tied, stages_of, tmp_path, edi
 
 def update_from(path, places, names=()):
     """Update the places from the files of a checkpoint, as a group of one rank does."""
-    reader = DiskReader([path.parent], torch.device("cpu"))
+    reader = DiskReader(torch.device("cpu"))
     source = DiskSource(model=str(path))
     message = UpdateWeights(seq=1, epoch=1, link=1, names=tuple(names), source=source)
-    manifest = reader.describe(message, None, places)
+    manifest = reader.describe(message, None, Expected(places, TensorFiles([path.parent])))
     places.check(manifest)
 
     def place(rows):

@@ -8,6 +8,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -29,6 +30,7 @@ from worker_daemon.models.safetensors_file import full_name
 from worker_daemon.models.sparse_delta import delta_part, in_order
 from worker_daemon.models.weight_places import Manifest, Places, packed_tensor
 from worker_daemon.models.weights import (
+    SINGLE_FILE,
     hold_the_same,
     read_headers,
     read_parts,
@@ -36,36 +38,44 @@ from worker_daemon.models.weights import (
     weight_files,
 )
 from worker_daemon.worker.resolve import confine_directory
+from worker_daemon.worker.weight_transfer.rows import DTYPE_NAMES, DTYPES, Place, Rows
 
 NUM_BUFFERS: Final = 2
 """Number of buffers: one receives while the other one is copied."""
 MAX_BUFFER_BYTES: Final = 64 << 30
-DTYPES: Final = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "int32": torch.int32,
-    "int64": torch.int64,
-}
-_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Rows(NamedTuple):
-    """Received rows of one tensor."""
-
-    tensor: int
-    """Its index in the manifest."""
-    first_row: int
-    values: Tensor
-    """[rows, ...], whole rows; in the tensor's own shape if it was received in one piece."""
-    is_last: bool
-    """True if these rows complete the tensor."""
+def no_check(directory: Path) -> None:
+    """Take any directory."""
 
 
-Place = Callable[[Sequence[Rows]], None]
-"""Stores received rows; does not keep them."""
+@dataclass(frozen=True, slots=True)
+class TensorFiles:
+    """The directories from which an update can be read."""
+
+    roots: Sequence[Path]
+    field: str = "model"
+    option: str = "--model-root"
+    """Purpose of the roots, and the daemon's option that has them, for errors."""
+    single: str = SINGLE_FILE
+    """Name of a file that has all tensors."""
+    reads_all: bool = False
+    """Without names, read all tensors of the files, not only those that are known."""
+    check: Callable[[Path], None] = no_check
+    """Raises ConfigError unless a directory's files fit."""
+
+    def find(self, name: str) -> Path:
+        """Return a directory. Raises as confine_directory and `check` do."""
+        directory = confine_directory(name, self.roots, self.field, self.option)
+        self.check(directory)
+        return directory
+
+
+class Expected(NamedTuple):
+    """Tensors and files that an update takes."""
+
+    places: Places
+    files: TensorFiles
 
 
 class TransferEngine:
@@ -76,12 +86,12 @@ class TransferEngine:
     """Rank in the trainer's communicator; 0 if there is none."""
 
     def describe(
-        self, message: wt.UpdateWeights, former: Manifest | None, places: Places
+        self, message: wt.UpdateWeights, former: Manifest | None, expected: Expected
     ) -> Manifest:
         """Return the tensors of a request, before any byte of them is received.
 
         former: the tensors of the previous request, used if this one names none; DiskReader ignores
-        it and takes all of the model's that the files have. places: those of the update.
+        it and takes all of the model's that the files have. expected: what the update takes.
 
         Raises:
             ConfigError: the request is for another engine, or names too little; or the files hold
@@ -140,7 +150,7 @@ class BroadcastReceiver(TransferEngine):
         self._group.open()
 
     def describe(
-        self, message: wt.UpdateWeights, former: Manifest | None, places: Places
+        self, message: wt.UpdateWeights, former: Manifest | None, expected: Expected
     ) -> Manifest:
         if not isinstance(message.source, wt.BroadcastSource):
             raise _wrong_engine("broadcasts", message.source)
@@ -152,7 +162,7 @@ class BroadcastReceiver(TransferEngine):
 
     def reserve(self, manifest: Manifest, source: wt.Source) -> None:
         assert isinstance(source, wt.BroadcastSource), "described before"
-        dtypes = [_NAMES[dtype] for dtype in manifest.dtypes]
+        dtypes = [DTYPE_NAMES[dtype] for dtype in manifest.dtypes]
         transfers = plan_transfers(manifest.shapes, dtypes, source.packed_bytes)
         longest = max((transfer.num_bytes for transfer in transfers), default=0)
         self._buffers = self._allocate(min(NUM_BUFFERS, len(transfers)), longest)
@@ -224,7 +234,7 @@ class IpcReader(TransferEngine):
         self._memory = ImportedMemory(device)
 
     def describe(
-        self, message: wt.UpdateWeights, former: Manifest | None, places: Places
+        self, message: wt.UpdateWeights, former: Manifest | None, expected: Expected
     ) -> Manifest:
         source = message.source
         if not isinstance(source, wt.IpcSource):
@@ -261,39 +271,42 @@ class IpcReader(TransferEngine):
 
 
 class DiskReader(TransferEngine):
-    """Reads checkpoints under the daemon's model roots."""
+    """Reads the files of checkpoints and adapters."""
 
-    def __init__(self, roots: Sequence[Path], device: torch.device) -> None:
-        self._roots = roots
+    def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._read_from: tuple[Path, str] | None = None
+        """Directory of the request that was described last, and TensorFiles.single."""
         self._content: tuple[Path, bytes, bytes] | None = None
         """Directory of the last round, stamps of its files, and their digest."""
 
     def describe(
-        self, message: wt.UpdateWeights, former: Manifest | None, places: Places
+        self, message: wt.UpdateWeights, former: Manifest | None, expected: Expected
     ) -> Manifest:
-        source = message.source
+        source, places = message.source, expected.places
         if not isinstance(source, wt.DiskSource):
             raise _wrong_engine("disk", source)
         if message.dtypes or message.shapes or message.origins:
             problem = "dtypes and shapes come from the files, which have whole tensors"
             fix = "leave dtypes, shapes and origins empty"
             raise config_error("shapes", len(message.shapes), problem, fix)
-        directory = confine_directory(source.model, self._roots)
+        directory, single = expected.files.find(source.model), expected.files.single
+        self._read_from = directory, single
         names = list(map(full_name, message.names))
-        held, known = tensor_names(directory), places.specs
+        held, known = tensor_names(directory, single), places.specs
         copies = [alias for alias, name in places.aliases.items() if {alias, name} <= held]
         if not names:
             # A packed tensor of the model's is kept, and refused later: updates do not unpack.
             wanted = sorted(held.difference(copies))
-            names = [each for each in wanted if _is_known(each, known)]
+            reads_all = expected.files.reads_all
+            names = [each for each in wanted if reads_all or _is_known(each, known)]
         for alias in copies:
             name = places.aliases[alias]
             if {alias, name} & set(names) and not hold_the_same(directory, name, alias):
                 problem = f"the files have another {alias} than {name}; the loaded model has one"
                 raise config_error("names", alias, problem, "reset and load that checkpoint")
         names = in_order(names, known)
-        headers = read_headers(directory, names)
+        headers = read_headers(directory, names, single)
         return Manifest(
             tuple(names),
             tuple(headers[name].dtype for name in names),
@@ -301,17 +314,16 @@ class DiskReader(TransferEngine):
         )
 
     def contents(self, source: wt.Source) -> bytes:
-        assert isinstance(source, wt.DiskSource), "described before"
-        directory = confine_directory(source.model, self._roots)
-        files = weight_files(directory)
+        directory, single = self._described
+        files = weight_files(directory, single)
         state = directory, file_stamps(files)
         if self._content is None or self._content[:2] != state:  # many rounds read one checkpoint
             self._content = *state, file_identity(directory, {}, files, state[1]).content
         return self._content[2]
 
     def receive(self, manifest: Manifest, source: wt.Source, place: Place) -> int:
-        assert isinstance(source, wt.DiskSource), "described before"
-        headers = read_headers(confine_directory(source.model, self._roots), manifest.names)
+        directory, single = self._described
+        headers = read_headers(directory, manifest.names, single)
         num_bytes = 0
         for tensor, name in enumerate(manifest.names):
             num_left = math.prod(headers[name].shape)
@@ -321,6 +333,11 @@ class DiskReader(TransferEngine):
                 num_bytes += values.numel() * values.element_size()
         _synchronize(self._device)
         return num_bytes
+
+    @property
+    def _described(self) -> tuple[Path, str]:
+        assert self._read_from is not None, "described before"
+        return self._read_from
 
 
 def _named(message: wt.UpdateWeights, former: Manifest | None) -> Manifest:

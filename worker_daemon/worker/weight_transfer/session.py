@@ -17,6 +17,7 @@ from rpc_schema.errors import ConfigError, StateError
 from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.distributed.transfer_group import TrainerRendezvous
 from worker_daemon.errors import config_error
+from worker_daemon.lora.adapter_files import TENSORS_NAME
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.models.sparse_delta import DeltaIndices
 from worker_daemon.models.update_coverage import Box, Coverage
@@ -30,10 +31,12 @@ from worker_daemon.worker.stage_loading import RankPlace, Roots
 from worker_daemon.worker.weight_transfer.engines import (
     BroadcastReceiver,
     DiskReader,
+    Expected,
     IpcReader,
-    Rows,
+    TensorFiles,
     TransferEngine,
 )
+from worker_daemon.worker.weight_transfer.rows import Rows
 
 _LOG = logging.getLogger(__name__)
 _SLACK_S: Final = 30.0
@@ -47,10 +50,7 @@ _PHASE_EVERY_S: Final = 0.25
 class _Update:
     """An update that is open."""
 
-    places: Places
-    weights: WeightState
-    complete: Callable[[SourceIdentity, int], None]
-    """Records that all weights were written."""
+    changed: "_Changed"
     partial: bool
     version: int
     identity: UpdateIdentity
@@ -58,6 +58,14 @@ class _Update:
     """Incoming names that are complete."""
     coverage: Coverage = field(default_factory=Coverage)
     """Pieces that have arrived."""
+
+    @property
+    def places(self) -> Places:
+        return self.changed.expected.places
+
+    @property
+    def weights(self) -> WeightState:
+        return self.changed.weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +90,7 @@ class WeightTransfer:
         self._may_wait = False
         """True while the step thread may wait for a trainer."""
 
-    def init_engine(
-        self, engine: wt.Engine, timeout_s: float, place: RankPlace, roots: Roots
-    ) -> int:
+    def init_engine(self, engine: wt.Engine, timeout_s: float, place: RankPlace) -> int:
         """Close the former engine, and open this one; return the rank in its communicator.
 
         Raises:
@@ -106,27 +112,34 @@ class WeightTransfer:
         elif isinstance(engine, wt.IpcEngine):
             self._engine = IpcReader(place.device)
         else:
-            self._engine = DiskReader(roots.model_roots, place.device)
+            self._engine = DiskReader(place.device)
         return self._engine.transfer_rank
 
-    def start(self, message: wt.StartWeightUpdate, model: LoadedModel, place: RankPlace) -> None:
-        """Open an update; one that is open is dropped, and its tensors must be sent again. Raises
-        ConfigError for a version that is not a larger one, or a draft model that does not exist;
-        StateError for its update while the model's weights are incomplete."""
-        if message.target == "draft_model":
-            changed = _draft_of(model)
+    def start(
+        self, message: wt.StartWeightUpdate, model: LoadedModel, place: RankPlace, roots: Roots
+    ) -> None:
+        """Open an update; one that is open is dropped, and its tensors must be sent again.
+
+        Raises:
+            ConfigError: the version is not a larger one, or there is no such draft model or
+                adapter, or it has no names of this format.
+            StateError: it is for a draft model or an adapter, and the model's weights are
+                incomplete.
+            CapacityError: there is no host memory for a copy of the adapter.
+        """
+        if message.target == "lora":
+            changed = _adapter_of(model, message, roots)
+        elif message.target == "draft_model":
+            changed = _draft_of(model, message.format, place, roots)
         else:
-            changed = _Changed(
-                model.stage, model.resolved, model.weights, model.finish_update, is_local=True
-            )
+            changed = _model_of(model, message.format, place, roots)
         weights = changed.weights
         version = weights.next_version(message.version)
         base = weights.identity if message.partial else None
         identity = UpdateIdentity(base, message.epoch, message.seq)
-        places = _places(changed, message.format, place)
-        if self._update is not None and self._update.weights is not weights:
+        if self._update is not None and self._update.changed.weights is not weights:
             self.interrupt("another update was started")
-        self._update = _Update(places, weights, changed.finish, message.partial, version, identity)
+        self._update = _Update(changed, message.partial, version, identity)
         weights.begin(partial=message.partial)
 
     def update(self, message: wt.UpdateWeights) -> RoundReport:
@@ -141,8 +154,8 @@ class WeightTransfer:
                 then nothing of the request is written.
             CheckpointError: files are missing, truncated or not the model's.
             CapacityError: there is no memory for the buffers.
-            TransferError: the transfer failed, and the update with it: the weights are dirty, and
-                the communicator is closed.
+            TransferError: the transfer failed, and the update with it: the weights are dirty (an
+                adapter is as it was), and the communicator is closed.
         """
         began = time.monotonic()
         update, engine = self._open_update(), self._engine
@@ -151,7 +164,7 @@ class WeightTransfer:
             fix = "init_weight_transfer_engine for this source first"
             raise config_error("source", type(message.source).__name__, problem, fix)
         try:
-            manifest = engine.describe(message, self._former, update.places)
+            manifest = engine.describe(message, self._former, update.changed.expected)
             before = (*update.received, *update.coverage.incomplete)
             update.places.check(manifest, before, partial=update.partial)
             update.coverage.check(manifest.pieces)
@@ -180,7 +193,8 @@ class WeightTransfer:
         """Close the update; return the number of the weights' version.
 
         Raises:
-            StateError: no update is open, or tensors of this rank are missing.
+            StateError: no update is open, or tensors of this rank are missing; or the adapter is
+                there no more.
             ConfigError: tensors of the model, or pieces of some, are missing. The update stays
                 open.
         """
@@ -188,7 +202,7 @@ class WeightTransfer:
         update.coverage.check_complete()
         if not update.partial:
             update.places.check_complete(update.received)
-        update.complete(update.identity.value(), update.version)
+        update.changed.finish(update.identity.value(), update.version)
         self._update = None
         return update.version
 
@@ -238,7 +252,7 @@ class WeightTransfer:
         return self._update
 
     def _fail(self, cause: str) -> None:
-        _LOG.error("the weights are dirty: %s", cause)
+        _LOG.error("the weight update has failed: %s", cause)
         self.abandon(cause)
 
 
@@ -328,15 +342,23 @@ class _Writer:
 class _Changed(NamedTuple):
     """The weights that an update changes."""
 
-    stage: DecoderStage
-    resolved: ResolvedModel
+    expected: Expected
     weights: WeightState
     finish: Callable[[SourceIdentity, int], None]
-    is_local: bool
-    """False on a rank that does not hold them."""
+    """Records that all of them were written."""
 
 
-def _draft_of(model: LoadedModel) -> _Changed:
+def _model_of(
+    model: LoadedModel, format: wt.WeightFormat, place: RankPlace, roots: Roots
+) -> _Changed:
+    places = _places(model.stage, model.resolved, format, place)
+    expected = Expected(places, TensorFiles(roots.model_roots))
+    return _Changed(expected, model.weights, model.finish_update)
+
+
+def _draft_of(
+    model: LoadedModel, format: wt.WeightFormat, place: RankPlace, roots: Roots
+) -> _Changed:
     draft, weights = model.draft, model.draft_weights
     if draft is None or weights is None:
         problem = "the model was loaded without a draft model"
@@ -344,17 +366,44 @@ def _draft_of(model: LoadedModel) -> _Changed:
             "target", "draft_model", problem, "load it with one, or update the model"
         )
     model.weights.require_whole("an update of the draft model")
-    return _Changed(draft.stage, draft.resolved, weights, weights.finish, draft.is_local)
+    places = _places(draft.stage, draft.resolved, format, place)
+    if not draft.is_local:
+        places = places.elsewhere()
+    return _Changed(Expected(places, TensorFiles(roots.model_roots)), weights, weights.finish)
 
 
-def _places(changed: _Changed, format: wt.WeightFormat, place: RankPlace) -> Places:
-    stage, decoder, parallel = changed.stage, changed.resolved.decoder, place.parallel
+def _adapter_of(model: LoadedModel, message: wt.StartWeightUpdate, roots: Roots) -> _Changed:
+    update = model.require_adapters().update(message.lora_id)
+    model.weights.require_whole("an update of an adapter")
+    if message.format == "kernel":
+        problem = "an adapter's tensors have PEFT's names alone"
+        raise config_error("format", message.format, problem, "checkpoint")
+    adapter, places = update.adapter, update.places
+    weights = WeightState(places.places, adapter.identity, adapter.weights_version)
+
+    def finish(identity: SourceIdentity, version: int) -> None:
+        model.weights.require_whole("an update of an adapter")
+        weights.finish(identity, version)
+        update.finish(identity, version)
+
+    files = TensorFiles(
+        roots.lora_roots,
+        "adapter",
+        "--lora-root",
+        single=TENSORS_NAME,
+        reads_all=True,
+        check=update.check_directory,
+    )
+    return _Changed(Expected(places, files), weights, finish)
+
+
+def _places(
+    stage: DecoderStage, resolved: ResolvedModel, format: wt.WeightFormat, place: RankPlace
+) -> Places:
+    decoder, parallel = resolved.decoder, place.parallel
     if format == "kernel":
-        dtype = changed.resolved.dtype
-        found = kernel_places(stage, decoder, parallel.tp_rank, parallel.tp_size, dtype)
-    else:
-        found = checkpoint_places(stage, decoder)
-    return found if changed.is_local else found.elsewhere()
+        return kernel_places(stage, decoder, parallel.tp_rank, parallel.tp_size, resolved.dtype)
+    return checkpoint_places(stage, decoder)
 
 
 def _meeting(engine: wt.BroadcastEngine, timeout_s: float, place: RankPlace) -> TrainerRendezvous:

@@ -1,0 +1,102 @@
+"""The weights of adapters, which updates change: those that sample for each request, and the roots
+of its block hashes."""
+
+from collections import deque
+from collections.abc import Iterable
+from hashlib import blake2b
+from typing import NamedTuple
+
+from rpc_schema.extensions import extension_of
+from rpc_schema.lora_request import LoraRequest
+from worker_client.group.loras import GroupAdapter
+from worker_client.parts.registry import prefix_root
+from worker_client.scheduler.request import Request
+
+
+class _AdapterChange(NamedTuple):
+    """An update of an adapter's weights."""
+
+    first_step: int
+    """The first step that samples with the new ones."""
+    version: int
+    """LoraRequest.version of its requests."""
+    weights_version: int
+
+
+class AdapterVersions:
+    """The adapters that were updated. Owned by a scheduler."""
+
+    def __init__(self) -> None:
+        self._present: dict[int, GroupAdapter] = {}
+        """Adapters as they are now, by LoraRequest.version."""
+        self.changes: deque[_AdapterChange] = deque()
+        """Updates whose first step has no result yet."""
+
+    def begin(self, request: Request) -> None:
+        """Note the present weights of a new request's adapter, if it has one."""
+        request.adapter_version = self.present_of(request)
+        if request.adapter_version is not None:
+            self._set_root(request)
+
+    def adopt(self, request: Request) -> None:
+        """Note that another driver has left a request, before its tokens are stamped. If the
+        weights were updated since its admission, those that have sampled its newest tokens are not
+        known, and its blocks have KV of several. If they are not known here yet, the driver tells
+        of them before the first step."""
+        version = _version_of(request)
+        if not version:
+            return
+        self._set_root(request)
+        present = self._present.get(version)
+        if present is not None and present.weights_version != request.adapter_version:
+            request.adapter_version = None
+            request.blocks.is_mixed = True
+
+    def present_of(self, request: Request) -> int | None:
+        """Return the number of the weights with which a request is admitted now."""
+        version = _version_of(request)
+        present = self._present.get(version)
+        if present is not None:
+            return present.weights_version
+        return 0 if version else None
+
+    def change(
+        self, adapter: GroupAdapter, first_step: int, unfinished: Iterable[Request]
+    ) -> list[Request]:
+        """Note the new weights of an adapter, and return its requests: their blocks are hashed as
+        those of the new weights, and no other request may begin with those of the running ones."""
+        self._present[adapter.version] = adapter
+        users = [each for each in unfinished if _version_of(each) == adapter.version]
+        for request in users:
+            request.blocks.hashes.clear()
+            self._set_root(request)
+            if request.adapter_version != adapter.weights_version:
+                request.blocks.is_mixed |= request.is_running
+                if not first_step:  # it was adopted, and nobody knows when its weights changed
+                    request.forget_adapter_versions()
+        self.changes.append(_AdapterChange(first_step, adapter.version, adapter.weights_version))
+        return users
+
+    def sampled_by(self, step: int, sampled_by: int, unfinished: Iterable[Request]) -> None:
+        """Note that the results from this step on are of the present weights, as far as no later
+        step changes them. sampled_by: version of the model's weights."""
+        requests = list(unfinished)
+        while self.changes and self.changes[0].first_step <= step:
+            change = self.changes.popleft()
+            for request in requests:
+                if _version_of(request) == change.version:
+                    request.stamp(sampled_by)
+                    request.adapter_version = change.weights_version
+
+    def _set_root(self, request: Request) -> None:
+        present = self._present.get(_version_of(request))
+        root = prefix_root(request.extensions)
+        if present is not None:
+            root = blake2b(root + present.weights_key, digest_size=len(root)).digest()
+        request.blocks.root = root
+
+
+def _version_of(request: Request) -> int:
+    """Return the version of a request's adapter, as it was read; 0 if it has none."""
+    adapter = extension_of(request.extensions, LoraRequest) if request.extensions else None
+    return 0 if adapter is None else adapter.version
