@@ -120,6 +120,11 @@ class _Store:
             for key in keys:
                 self._remove(key)
 
+    def forget_under(self, prefix: str) -> None:
+        with self._changed:
+            for key in [key for key in self._values if key.startswith(prefix)]:
+                self._remove(key)
+
     def close(self) -> None:
         with self._changed:
             self._closed = True
@@ -267,6 +272,10 @@ class StoreServer:
     def forget(self, keys: Iterable[str]) -> None:
         """Remove these keys."""
         self._store.forget(keys)
+
+    def forget_under(self, prefix: str) -> None:
+        """Remove all keys that begin so."""
+        self._store.forget_under(prefix)
 
     def close(self) -> None:
         """Close all connections. Idempotent."""

@@ -49,8 +49,8 @@ Directory = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
 class BroadcastEngine(Value, frozen=True, tag=1, kw_only=True):
-    """A separate communicator over torch.distributed: the trainer is rank 0 and serves the
-    rendezvous, a worker is rank_offset + its rank within its group: its
+    """A separate communicator over torch.distributed: the trainer has the first ranks, of which 0
+    serves the rendezvous, a worker is rank_offset + its rank within its group: its
     replica, or all replicas in lockstep."""
 
     backend: Literal["gloo", "nccl"]
@@ -58,6 +58,8 @@ class BroadcastEngine(Value, frozen=True, tag=1, kw_only=True):
     rank_offset: Positive = 1
     world_size: Annotated[int, Meta(ge=2, le=65536)]
     """Trainer and workers together."""
+    num_trainers: Positive = 1
+    """Ranks of the trainer, rank_offset at most. More than one send shards (ShardSource)."""
 
 
 class IpcEngine(Value, frozen=True, tag=2, kw_only=True):
@@ -141,7 +143,23 @@ class DiskSource(Value, frozen=True, tag=3, kw_only=True):
     """Directory of the checkpoint; of an adapter, under the daemon's adapter roots."""
 
 
-Source: TypeAlias = BroadcastSource | IpcSource | DiskSource
+class ShardSource(Value, frozen=True, tag=4, kw_only=True):
+    """Each tensor, or piece of one, comes from one of the trainer's ranks, and a worker gets what
+    lies in its part alone: raw bytes, row-major, in the rounds of `shard_plan.plan_rounds`, each an
+    all-to-all exchange of the communicator.
+
+    Before it receives, a worker writes the boxes that it needs under `round/ROUND/wants/RANK` in
+    the trainer's store (`shard_wants`), then answers as for BroadcastSource."""
+
+    sources: Annotated[tuple[Count, ...], Meta(max_length=MAX_TENSORS)]
+    """For each tensor: the trainer's rank that sends it."""
+    packed_bytes: Positive
+    """Most bytes that a trainer's rank sends of its rows in a round; a longer row has a round by
+    itself."""
+    round: Unsigned = 0
+
+
+Source: TypeAlias = BroadcastSource | IpcSource | DiskSource | ShardSource
 
 
 class UpdateWeights(StepRequest["UpdateWeightsReply"], frozen=True, tag=52, kw_only=True):

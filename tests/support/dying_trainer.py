@@ -10,32 +10,38 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from worker_client.trainer.broadcast import BroadcastChannel
+from worker_client.trainer.communicator import Communicator
 
 
-class DyingChannel(BroadcastChannel):
+class Lifetime:
     """Ends its process after some broadcasts."""
 
-    left = 0
+    def __init__(self):
+        self.left = 0
+        original = Communicator.broadcast
 
-    def _start(self, payload):
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self.left -= 1
-        return super()._start(payload)
+        def broadcast(communicator, payload):
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.left -= 1
+            return original(communicator, payload)
+
+        Communicator.broadcast = broadcast
 
 
 def main(backend, num_workers, directory, lifetime, number):
     tensors = load_file(Path(directory) / "model.safetensors")
     device = "cuda:1" if backend == "nccl" else "cpu"
-    channel = DyingChannel(backend, int(num_workers), device=device, timeout_s=60)
+    life = Lifetime()
+    channel = BroadcastChannel(backend, int(num_workers), device=device, timeout_s=60)
     place = channel.engine.place
     print(place.port, place.secret.hex(), flush=True)
-    channel.left = 1  # the first byte after the rendezvous
+    life.left = 1  # the first byte after the rendezvous
     channel.open()
     tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-    channel.left = int(lifetime)
+    life.left = int(lifetime)
     sys.stdin.readline()
-    if channel.left >= 0:
+    if life.left >= 0:
         channel.send(list(tensors.values()), round=int(number))
 
 

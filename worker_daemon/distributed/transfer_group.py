@@ -8,7 +8,7 @@ the link (`link.py`), and all registered groups of a process would have the same
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, TypeAlias, TypeVar, cast
@@ -55,11 +55,13 @@ class TrainerRendezvous:
     """Number of members, the trainer included."""
     timeout_s: float
     """Limit on every wait for the trainer or another member."""
+    num_trainers: int = 1
+    """Members of the trainer, the first ones."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class IncomingBroadcast:
-    """A broadcast in progress into `buffer`."""
+class IncomingTransfer:
+    """A transfer in progress into `buffer`."""
 
     buffer: Tensor
 
@@ -75,7 +77,7 @@ class TransferGroup:
         self._aborted = threading.Event()
         self._store: RendezvousStore | None = None
         self._group: dist.ProcessGroup | None = None
-        self._works: dict[IncomingBroadcast, dist.Work] = {}
+        self._works: dict[IncomingTransfer, dist.Work] = {}
         """The broadcasts in progress. gloo's threads live as long as a work object, so only this
         list may hold one, and not the frames in an error's traceback."""
 
@@ -98,7 +100,7 @@ class TransferGroup:
             self.leave()
             raise
 
-    def tell(self, key: str, value: str) -> None:
+    def tell(self, key: str, value: bytes) -> None:
         """Write a value where the trainer reads it.
 
         Raises:
@@ -106,9 +108,9 @@ class TransferGroup:
         """
         with self._transferring("telling the trainer"):
             assert self._store is not None, "after open() only"
-            self._store.set(key, value.encode())
+            self._store.set(key, value)
 
-    def receive(self, buffer: Tensor) -> IncomingBroadcast:
+    def receive(self, buffer: Tensor) -> IncomingTransfer:
         """Start to receive the trainer's next broadcast, uint8 [n], into buffer; return at once.
 
         Raises:
@@ -118,13 +120,29 @@ class TransferGroup:
         options = distributed_c10d.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        arrival = IncomingBroadcast(buffer)
+        arrival = IncomingTransfer(buffer)
         with self._transferring("receiving"):
             self._works[arrival] = self._group.broadcast([buffer], options)
         return arrival
 
-    def wait(self, arrival: IncomingBroadcast) -> Tensor:
-        """Wait until a broadcast has arrived. Return its buffer: the current stream may read it.
+    def receive_shards(self, buffer: Tensor, sizes: Sequence[int]) -> IncomingTransfer:
+        """Start to receive different bytes from each member of the trainer, in an exchange of all
+        members; return at once. buffer: uint8 [sum(sizes)], one after another; sizes: by member.
+
+        Raises:
+            TransferError: the communicator is broken.
+        """
+        assert self._group is not None, "after open() only"
+        nothing, none = buffer.new_empty(0), [0] * self.meeting.size
+        splits = [*sizes, *none[len(sizes) :]]
+        options = distributed_c10d.AllToAllOptions()
+        arrival = IncomingTransfer(buffer)
+        with self._transferring("receiving"):
+            self._works[arrival] = self._group.alltoall_base(buffer, nothing, splits, none, options)
+        return arrival
+
+    def wait(self, arrival: IncomingTransfer) -> Tensor:
+        """Wait until a transfer has arrived. Return its buffer: the current stream may read it.
 
         Raises:
             TransferError: it failed, did not arrive within the timeout, or was aborted.

@@ -24,7 +24,8 @@ from worker_client.errors import (
 from worker_client.group.running import RunningRequests
 from worker_client.group.weights import Target
 from worker_client.group.weights_state import WeightsVersion
-from worker_client.trainer.broadcast import DTYPE_NAMES, BroadcastChannel, TransferStopped
+from worker_client.trainer.broadcast import DTYPE_NAMES, BroadcastChannel
+from worker_client.trainer.communicator import TransferStopped
 from worker_client.trainer.cuda_blocks import locate
 from worker_client.trainer.deltas import Sent, SentTensors, UpdateEntry, entries_of
 from worker_client.wire.worker_client import TensorList

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from rpc_schema import weight_transfer as wt
 from rpc_schema.errors import CapacityError, ConfigError, TransferError
+from rpc_schema.shard_wants import LongValueError, put_long
 from rpc_schema.weight_packing import Part, Transfer, plan_transfers
 from worker_daemon.device.ipc_memory import ImportedMemory
 from worker_daemon.distributed.transfer_group import (
-    IncomingBroadcast,
+    IncomingTransfer,
     TrainerRendezvous,
     TransferGroup,
 )
@@ -39,6 +40,11 @@ from worker_daemon.models.weights import (
 )
 from worker_daemon.worker.resolve import confine_directory
 from worker_daemon.worker.weight_transfer.rows import DTYPE_NAMES, DTYPES, Place, Rows
+from worker_daemon.worker.weight_transfer.shards import (
+    Arrival,
+    ShardArrivals,
+    check_sources,
+)
 
 NUM_BUFFERS: Final = 2
 """Number of buffers: one receives while the other one is copied."""
@@ -132,7 +138,8 @@ class TransferEngine:
 
 
 class BroadcastReceiver(TransferEngine):
-    """Receives a trainer's broadcasts."""
+    """Receives a trainer's broadcasts, or this rank's shards of tensors from several ranks of a
+    trainer."""
 
     def __init__(self, meeting: TrainerRendezvous, device: torch.device) -> None:
         """Does not connect: open() does, and can be aborted. gloo's buffers are in
@@ -143,6 +150,10 @@ class BroadcastReceiver(TransferEngine):
         self._transfers: list[Transfer] = []
         self._buffers: list[Tensor] = []
         """The transfers of the last reserved round, and their buffers."""
+        self._shards: ShardArrivals | None = None
+        """Those of the last reserved round, if it has any."""
+        self._places: Places | None = None
+        """Those of the request that was described last."""
         self._device = device
 
     def open(self) -> None:
@@ -152,15 +163,26 @@ class BroadcastReceiver(TransferEngine):
     def describe(
         self, message: wt.UpdateWeights, former: Manifest | None, expected: Expected
     ) -> Manifest:
-        if not isinstance(message.source, wt.BroadcastSource):
-            raise _wrong_engine("broadcasts", message.source)
-        if message.source.packed_bytes > MAX_BUFFER_BYTES:
+        source, self._places = message.source, expected.places
+        if not isinstance(source, (wt.BroadcastSource, wt.ShardSource)):
+            raise _wrong_engine("broadcasts", source)
+        if isinstance(source, wt.BroadcastSource) and self._num_trainers > 1:
+            problem = "the trainer has several ranks, which send shards"
+            fix = "ShardSource, or a BroadcastEngine of one trainer"
+            raise config_error("source", type(source).__name__, problem, fix)
+        if source.packed_bytes > MAX_BUFFER_BYTES:
             problem = "the buffer is too large"
             fix = f"at most {MAX_BUFFER_BYTES}"
-            raise config_error("packed_bytes", message.source.packed_bytes, problem, fix)
-        return _named(message, former)
+            raise config_error("packed_bytes", source.packed_bytes, problem, fix)
+        manifest = _named(message, former)
+        if isinstance(source, wt.ShardSource):
+            check_sources(manifest, source, expected.places, self._num_trainers)
+        return manifest
 
     def reserve(self, manifest: Manifest, source: wt.Source) -> None:
+        if isinstance(source, wt.ShardSource):
+            self._reserve_shards(manifest, source)
+            return
         assert isinstance(source, wt.BroadcastSource), "described before"
         dtypes = [DTYPE_NAMES[dtype] for dtype in manifest.dtypes]
         transfers = plan_transfers(manifest.shapes, dtypes, source.packed_bytes)
@@ -168,21 +190,37 @@ class BroadcastReceiver(TransferEngine):
         self._buffers = self._allocate(min(NUM_BUFFERS, len(transfers)), longest)
         self._transfers = transfers
 
+    def _reserve_shards(self, manifest: Manifest, source: wt.ShardSource) -> None:
+        assert self._places is not None, "described before"
+        shards = ShardArrivals(manifest, source, self._places, self._num_trainers)
+        longest = max((arrival.num_bytes for arrival in shards.rounds), default=0)
+        self._buffers = self._allocate(min(NUM_BUFFERS, len(shards.rounds)), longest)
+        self._shards = shards
+        key = f"round/{source.round}/wants/{self.transfer_rank}"
+        try:
+            put_long(self._group.tell, key, shards.encoded_wants)
+        except LongValueError as error:
+            problem = "too many for one request"
+            raise config_error("names", len(manifest.names), problem, str(error)) from None
+
     def accept(self, source: wt.Source) -> None:
-        assert isinstance(source, wt.BroadcastSource), "described before"
-        self._answer(source, "ready")
+        assert isinstance(source, (wt.BroadcastSource, wt.ShardSource)), "described before"
+        self._answer(source, b"ready")
 
     def refuse(self, source: wt.Source) -> None:
-        if isinstance(source, wt.BroadcastSource):
+        if isinstance(source, (wt.BroadcastSource, wt.ShardSource)):
             try:
-                self._answer(source, "refused")
+                self._answer(source, b"refused")
             except TransferError:
                 return  # the trainer is lost
 
     def receive(self, manifest: Manifest, source: wt.Source, place: Place) -> int:
+        shards, self._shards = self._shards, None
+        if shards is not None:
+            return self._receive_shards(shards, manifest, place)
         transfers, self._transfers = self._transfers, []
         buffers, self._buffers = self._buffers, []
-        under_way: deque[tuple[IncomingBroadcast, Transfer]] = deque()
+        under_way: deque[tuple[IncomingTransfer, Transfer]] = deque()
 
         def take_oldest() -> None:
             arrival, transfer = under_way.popleft()
@@ -201,13 +239,37 @@ class BroadcastReceiver(TransferEngine):
         place(_empty_rows(manifest))
         return sum(part.num_bytes for transfer in transfers for part in transfer.parts)
 
+    def _receive_shards(self, shards: ShardArrivals, manifest: Manifest, place: Place) -> int:
+        buffers, self._buffers = self._buffers, []
+        under_way: deque[tuple[IncomingTransfer, Arrival]] = deque()
+
+        def take_oldest() -> None:
+            incoming, arrival = under_way.popleft()
+            place(list(shards.rows(arrival, self._group.wait(incoming))))
+
+        for number, arrival in enumerate(shards.rounds):
+            if len(under_way) == NUM_BUFFERS:
+                take_oldest()
+            buffer = buffers[number % NUM_BUFFERS][: arrival.num_bytes]
+            sizes = [region.num_bytes for region in arrival.regions]
+            under_way.append((self._group.receive_shards(buffer, sizes), arrival))
+        while under_way:
+            take_oldest()
+        _synchronize(self._device)
+        place(_empty_rows(manifest))
+        return shards.num_bytes
+
     def abort(self) -> None:
         self._group.abort()
 
     def close(self) -> threading.Thread | None:
         return self._group.leave()
 
-    def _answer(self, source: wt.BroadcastSource, word: str) -> None:
+    @property
+    def _num_trainers(self) -> int:
+        return self._group.meeting.num_trainers
+
+    def _answer(self, source: wt.BroadcastSource | wt.ShardSource, word: bytes) -> None:
         self._group.tell(f"round/{source.round}/{self.transfer_rank}", word)
 
     def _allocate(self, count: int, num_bytes: int) -> list[Tensor]:

@@ -20,7 +20,7 @@ DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Rows(NamedTuple):
-    """Received rows of one tensor."""
+    """Received rows of one tensor, or another box of it."""
 
     tensor: int
     """Its index in the manifest."""
@@ -29,6 +29,8 @@ class Rows(NamedTuple):
     """[rows, ...], whole rows; in the tensor's own shape if it was received in one piece."""
     is_last: bool
     """True if these rows complete the tensor."""
+    origin: tuple[int, ...] | None = None
+    """Place of the first value in the whole tensor, if they are another box; first_row is 0."""
 
 
 Place = Callable[[Sequence[Rows]], None]

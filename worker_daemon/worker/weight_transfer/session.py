@@ -302,7 +302,7 @@ class _Writer:
     def _fill(self, name: str, rows: Rows) -> None:
         places, weights = self._update.places, self._update.weights
         names = places.names_of(name, rows.values.dtype)
-        origin = self._manifest.origin(rows.tensor)
+        origin = self._manifest.origin(rows.tensor) if rows.origin is None else rows.origin
         if names:
             self.held.add(name)
             weights.writing(names)
@@ -413,6 +413,9 @@ def _meeting(engine: wt.BroadcastEngine, timeout_s: float, place: RankPlace) -> 
         problem = "the communicator has no such rank"
         fix = f"a world_size of {needed} at least"
         raise config_error("rank_offset", engine.rank_offset, problem, fix)
+    if engine.rank_offset < engine.num_trainers:
+        problem = f"the trainer has the first {engine.num_trainers} ranks"
+        raise config_error("rank_offset", engine.rank_offset, problem, str(engine.num_trainers))
     if engine.backend == "nccl" and place.device.type != "cuda":
         raise config_error("backend", engine.backend, "NCCL needs a GPU", "gloo on this device")
     return TrainerRendezvous(
@@ -423,4 +426,5 @@ def _meeting(engine: wt.BroadcastEngine, timeout_s: float, place: RankPlace) -> 
         rank,
         engine.world_size,
         timeout_s,
+        engine.num_trainers,
     )
