@@ -341,6 +341,7 @@ class ModelledGroup:
         """The group was attached again, of which the scheduler does not know: its steps are of no
         use, whether the driver library takes them or not."""
         self.loras = SimpleNamespace(known={})
+        self.weights = SimpleNamespace(on_version=None)
         self.prefixes = self
 
     @property

@@ -12,6 +12,7 @@ from rpc_schema.pooling import NO_POOLING
 from worker_client.errors import ContentMismatchError, config_error
 from worker_client.group.loading import LoadedGroup
 from worker_client.vllm.settings import relative_name
+from worker_client.vllm.weight_changes import WeightChanges
 from worker_client.vllm.workers import Workers
 from worker_client.wire.worker_client import TensorList
 from worker_client.worker_group import WorkerGroup
@@ -24,11 +25,18 @@ class Operations:
     """Runs operations by name. Each returns a list, as vLLM expects one result of each worker."""
 
     def __init__(
-        self, workers: Workers, model: LoadedGroup, flush: Callable[[], None], *, pools: bool
+        self,
+        workers: Workers,
+        model: LoadedGroup,
+        flush: Callable[[], None],
+        changes: WeightChanges,
+        *,
+        pools: bool,
     ) -> None:
         """flush ends requests on the workers that vLLM has ended; what drops rows would otherwise
         count them as lost. pools: the server's requests pool, instead of generating."""
         self._pools = pools
+        self._changes = changes
         self._workers = workers
         self._model = model
         self._flush = flush
@@ -53,7 +61,9 @@ class Operations:
                 "reset_encoder_cache": _nothing,
                 "reset_mm_cache": _nothing,
                 "save_sharded_state": self._save_sharded_state,
+                "shutdown_weight_transfer_engine": _nothing,
                 "sleep": self._sleep,
+                "start_draft_weight_update": self._start_draft_weight_update,
                 "start_weight_update": self._start_weight_update,
                 "supports_draft_weight_updates": _refused,
                 "synchronize_device": _nothing,
@@ -157,7 +167,7 @@ class Operations:
             raise NotImplementedError(f"reload_weights takes weights_path alone, not {[*unknown]}")
         self._flush()
         self._group.weights.reload(weights_path)
-        self._are_weights_lost = False
+        self._are_weights_lost = self._changes.is_open = False
         return [None]
 
     def _init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> list[None]:
@@ -168,9 +178,16 @@ class Operations:
         return [None]
 
     def _start_weight_update(self) -> list[None]:
-        """Open a complete update in the checkpoint's format."""
+        """Open a complete update in the checkpoint's format. Running requests are held until it is
+        complete, and go on with the KV that they have."""
         self._flush()
-        self._group.weights.start_update()
+        self._group.weights.start_update(running="keep")
+        self._changes.is_open = True
+        return [None]
+
+    def _start_draft_weight_update(self) -> list[None]:
+        """Open such an update of the draft model. Requests go on meanwhile."""
+        self._group.weights.start_update(target="draft_model")
         return [None]
 
     def _update_weights(self, update_info: Mapping[str, Any]) -> list[None]:
@@ -186,7 +203,8 @@ class Operations:
 
     def _finish_weight_update(self) -> list[None]:
         self._group.weights.finish_update()
-        self._are_weights_lost = False
+        if self._changes.is_open:  # otherwise it was the draft model's
+            self._are_weights_lost = self._changes.is_open = False
         return [None]
 
     def _compute_weight_checksums(self) -> list[dict[str, str]]:
@@ -251,10 +269,30 @@ def _chosen(field: str, value: Mapping[str, Any], kinds: Mapping[str, Any]) -> A
 
 
 def _converted(field: str, value: Mapping[str, Any], kind: type[_T]) -> _T:
+    """Return a struct of these fields, which the wire may have as an array instead."""
     try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise config_error(field, dict(value), str(error), "see docs/vllm.md") from None
+        return msgspec.convert(msgspec.to_builtins(_made(value, kind)), kind)
+    except (TypeError, msgspec.ValidationError) as error:
+        names = ", ".join(value)  # a value may be a secret
+        raise config_error(field, names, str(error), "see docs/vllm.md") from None
+
+
+def _made(value: Mapping[str, Any], kind: Any) -> Any:
+    """Return a struct with these fields, unchecked, structs among them too. Raises TypeError: they
+    are not its fields."""
+    nested = {entry.name: entry.type for entry in msgspec.structs.fields(kind)}
+    return kind(
+        **{
+            name: _made(own, nested[name])
+            if isinstance(own, Mapping) and _is_struct(nested.get(name))
+            else own
+            for name, own in value.items()
+        }
+    )
+
+
+def _is_struct(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
 def _nothing(*_: Any) -> list[None]:

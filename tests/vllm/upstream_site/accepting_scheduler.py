@@ -1,6 +1,7 @@
 """Our scheduler for tests that make schedulers without an executor."""
 
 from worker_client.vllm.hooks.scheduler import WorkerDaemonScheduler
+from worker_client.vllm.weight_changes import WeightChanges
 
 
 class _Accepting:
@@ -21,4 +22,5 @@ class AcceptingScheduler(WorkerDaemonScheduler):
     """Schedules any request."""
 
     def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, translated=_Accepting(), noted=None, **kwargs)
+        shared = {"translated": _Accepting(), "noted": None, "weights": WeightChanges()}
+        super().__init__(*args, **shared, **kwargs)

@@ -52,6 +52,7 @@ from worker_client.vllm.refusals import leave_reason, unusable
 from worker_client.vllm.requests import Requests, wire_id
 from worker_client.vllm.settings import ENDPOINTS_VARIABLE, read_endpoints, settings_of
 from worker_client.vllm.steps import StepWriter, split_by_outputs
+from worker_client.vllm.weight_changes import WeightChanges
 from worker_client.vllm.workers import LostStep, PendingStep, Workers
 from worker_client.worker_group import WorkerGroup
 
@@ -146,8 +147,10 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
             raise
         config.model_config.max_model_len = self._model.max_model_len
         self._is_pooling = pools(config)
+        changes = WeightChanges()
+        self._workers.group.weights.on_version = changes.note
         self._operations = Operations(
-            self._workers, self._model, self._flush, pools=self._is_pooling
+            self._workers, self._model, self._flush, changes, pools=self._is_pooling
         )
         limits = group_limits(ours, self._model)
         self._embeds = self._embedded_prompts()
@@ -167,7 +170,7 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         """Output of each execute_model that sample_tokens follows."""
         self._noted = self._prefix_notes()
         config.scheduler_config.scheduler_cls = partial(
-            WorkerDaemonScheduler, translated=self._requests, noted=self._noted
+            WorkerDaemonScheduler, translated=self._requests, noted=self._noted, weights=changes
         )
 
     def _embedded_prompts(self) -> EmbeddedPrompts | None:

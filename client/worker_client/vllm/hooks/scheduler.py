@@ -9,6 +9,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.outputs import RequestError
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -18,6 +19,7 @@ from worker_client.vllm.configuration import pools
 from worker_client.vllm.prefix_notes import PrefixNotes
 from worker_client.vllm.requests import Requests
 from worker_client.vllm.settings import LOGGER
+from worker_client.vllm.weight_changes import WeightChanges, salt_kept
 
 _LOG = init_logger(LOGGER)
 _NOT_FINITE: Final = RequestError(
@@ -41,10 +43,18 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
     would refuse, or that gets no token, fails alone."""
 
     def __init__(
-        self, *args: Any, translated: Requests, noted: PrefixNotes | None, **kwargs: Any
+        self,
+        *args: Any,
+        translated: Requests,
+        noted: PrefixNotes | None,
+        weights: WeightChanges,
+        **kwargs: Any,
     ) -> None:
         """translated: the requests as the executor sends them. noted: what the daemons know of the
         prefix cache; None if it is not to be kept."""
+        self._weights = weights
+        self._num_seen = weights.count
+        """Changes of the weights that the prefix cache knows of."""
         super().__init__(*args, **kwargs)
         self._translated = translated
         self._noted = noted
@@ -53,6 +63,15 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
         self._is_pooling = pools(self.vllm_config)
         if noted is not None:
             noted.restore(self.kv_cache_manager.block_pool)
+
+    @property
+    def _pause_state(self) -> PauseState:
+        """vLLM's own; requests are held as by its pause mode `keep` while an update is open."""
+        return PauseState.PAUSED_ALL if self._weights.is_open else self._asked_pause
+
+    @_pause_state.setter
+    def _pause_state(self, state: PauseState) -> None:
+        self._asked_pause = state
 
     def add_request(self, request: Request) -> None:
         """Take a request in."""
@@ -77,6 +96,9 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Plan a step."""
+        if self._num_seen != self._weights.count:
+            self._num_seen = self._weights.count
+            self._leave_weights()
         self._translated.proceed()
         output = super().schedule(*args, **kwargs)
         self._sharing -= output.finished_req_ids
@@ -86,6 +108,16 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
             else:
                 self._sharing.discard(new.req_id)
         return output
+
+    def _leave_weights(self) -> None:
+        """Drop all cached prefixes, which are of earlier weights. Requests that have blocks go on
+        with these, and share none of them from now on."""
+        pool = self.kv_cache_manager.block_pool
+        cached = {block.block_id for block in pool.blocks if block.block_hash is not None}
+        self.kv_cache_manager.evict_blocks(cached)
+        for request in self.requests.values():
+            if request.num_computed_tokens:
+                salt_kept(request, self._weights.count)
 
     def update_from_output(
         self, scheduler_output: Any, model_runner_output: ModelRunnerOutput
