@@ -121,6 +121,9 @@ class ModelConfig(Value, frozen=True, kw_only=True):
     """JSON object with fields that replace those of config.json (of its text_config, if the
     checkpoint is multimodal): rope_parameters, which then stands for all fields that scale
     positions, and max_position_embeddings. Empty: none."""
+    enable_return_routed_experts: bool = False
+    """Keep the experts of each token with its KV, for requests that ask for them. Only for models
+    with experts."""
 
 
 class SchedulerConfig(Value, frozen=True, kw_only=True):

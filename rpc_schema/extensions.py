@@ -15,6 +15,7 @@ from rpc_schema.base import Extension
 from rpc_schema.lora_request import LoraRequest
 from rpc_schema.pooling import PooledOutputs, PoolingParams
 from rpc_schema.prompt_embeds import PromptEmbeds
+from rpc_schema.routed_experts import RoutedExperts, RoutedExpertsWanted
 from rpc_schema.sampling import (
     FullLogprobs,
     FullLogprobsWanted,
@@ -48,6 +49,7 @@ RequestExtension: TypeAlias = (
     | LoraRequest
     | PromptEmbeds
     | PoolingParams
+    | RoutedExpertsWanted
 )
 """Extension of a request, from its admission on."""
 
@@ -55,7 +57,13 @@ StepExtension: TypeAlias = GrammarMasks
 """Extension of one step, or of the sampling of one."""
 
 ReplyExtension: TypeAlias = (
-    TokenLogprobs | FullLogprobs | TraceLogprobs | GivenLogprobs | PromptLogprobs | PooledOutputs
+    TokenLogprobs
+    | FullLogprobs
+    | TraceLogprobs
+    | GivenLogprobs
+    | PromptLogprobs
+    | PooledOutputs
+    | RoutedExperts
 )
 """Extension of a step's reply."""
 

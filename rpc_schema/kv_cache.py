@@ -62,7 +62,7 @@ class KVPages(Value, frozen=True, kw_only=True, tag=1):
     bytes_per_token: Positive
     sliding_window: Positive | None = None
     is_draft: bool = False
-    """True for a layer of the draft model: see LayerGroup.drafts."""
+    """True for a layer of the draft model, or the experts of tokens: see LayerGroup.drafts."""
 
     @property
     def token_shape(self) -> tuple[int, ...]:
@@ -140,8 +140,8 @@ class KVCacheConfig(Value, frozen=True, kw_only=True):
     """Blocks of the first group from a border to the next; 0: there are no checkpoints. The same on
     all ranks."""
     draft_layers: tuple[Name, ...] = ()
-    """Layers of the draft model on this rank, in the order of their memory: see
-    LayerGroup.drafts."""
+    """Layers of the draft model on this rank, and last the experts of tokens if they are kept, in
+    the order of their memory: see LayerGroup.drafts."""
     draft_bytes: Unsigned = 0
     """Size of all their pages, num_blocks of each."""
 
@@ -165,7 +165,7 @@ class LayerKind(NamedTuple):
 
 
 class DraftPages(NamedTuple):
-    """The pages of a rank's draft model."""
+    """The pages of a rank's draft model, and those of the experts of tokens."""
 
     layer_names: tuple[str, ...] = ()
     bytes_per_token: int = 0
@@ -180,9 +180,9 @@ class LayerGroup(NamedTuple):
     layer_names: tuple[tuple[str, ...], ...]
     """Layers of each rank."""
     drafts: tuple[DraftPages, ...] = ()
-    """The first group: what each rank's draft model keeps; empty without one. Its layers use the
-    group's block table, so that drafts need no blocks of their own: each has further pages, of its
-    own size, with the numbers of all blocks."""
+    """The first group: what each rank's draft model keeps, and what the last stage keeps of the
+    experts of tokens; empty without both. They use the group's block table, and need no blocks of
+    their own: each has further pages, of its own size, with the numbers of all blocks."""
 
 
 class UnequalPages(ValueError):
@@ -317,8 +317,8 @@ def plan_groups(
     take no memory. They hold block_size tokens each if a layer asks for checkpoints, otherwise
     max_model_len.
 
-    Layers of a draft model are left out too. If there are some, the first group has no window, and
-    has them besides.
+    Layers of a draft model, and the experts of tokens, are left out too. If there are some, the
+    first group has no window, and has them besides.
 
     Raises:
         UnequalPages: pages of different kinds cannot be made equal.

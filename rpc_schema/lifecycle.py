@@ -44,6 +44,7 @@ from rpc_schema.lease import (
     LeaseStatus,
 )
 from rpc_schema.pooling import NO_POOLING, PoolingSupport
+from rpc_schema.routed_experts import RoutedExpertsShape
 from rpc_schema.step import Done
 from rpc_schema.weight_transfer import WeightsStatus
 
@@ -445,6 +446,9 @@ class GetModelMetadataReply(StepReply, frozen=True, tag=21, kw_only=True):
     pooling: PoolingSupport = NO_POOLING
     checkpoint_changed: bool = False
     """The files that this rank's weights are from have been replaced since they were read."""
+    routed_experts: RoutedExpertsShape | None = None
+    """Sizes of the experts that requests may ask for; None: loaded without
+    enable_return_routed_experts."""
 
 
 class SaveShardedState(StepRequest["SaveShardedStateReply"], frozen=True, tag=22, kw_only=True):

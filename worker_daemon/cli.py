@@ -251,6 +251,9 @@ def plan(
     enable_expert_parallel: Annotated[
         bool, typer.Option(help="give each tensor-parallel rank whole experts")
     ] = False,
+    enable_return_routed_experts: Annotated[
+        bool, typer.Option(help="keep the experts of tokens")
+    ] = False,
     hf_overrides: Annotated[
         str, typer.Option(help="JSON: fields that replace those of config.json")
     ] = "",
@@ -318,6 +321,7 @@ def plan(
                 quantization=quantization,  # type: ignore[arg-type]  # as with dtype
                 max_model_len=None if is_fitted else max_model_len,
                 enable_expert_parallel=enable_expert_parallel,
+                enable_return_routed_experts=enable_return_routed_experts,
                 hf_overrides=hf_overrides,
             ),
             scheduler=SchedulerConfig(

@@ -36,6 +36,7 @@ from worker_client.errors import (
 from worker_client.inputs.request_checks import checked_id, validated
 from worker_client.requests import GenerationRequest, Reports, forked, hashed, seeded
 from worker_client.scheduler import RequestOutput
+from worker_client.scheduler_output import Experts
 
 MAX_REQUESTS: Final = 4096
 """Default bound on unfinished requests."""
@@ -85,8 +86,8 @@ class RequestProgress(NamedTuple):
     output: RequestOutput | None
     """The whole output, once it has ended."""
     reports: Reports | None = None
-    """Log probabilities of these tokens, and with the first of them those of the prompt, if the
-    request asked for any."""
+    """Log probabilities of these tokens, and with the first of them those of the prompt, and the
+    experts that became known, if the request asked for any."""
 
 
 class AsyncDriver:
@@ -261,6 +262,7 @@ def _joined(first: RequestProgress, second: RequestProgress) -> RequestProgress:
             _both(first.reports.logprobs, reports.logprobs),
             first.reports.prompt_logprobs or reports.prompt_logprobs,
             _both(first.reports.full_logprobs, reports.full_logprobs),
+            _both_experts(first.reports.routed_experts, reports.routed_experts),
         )
     token_ids = first.token_ids + second.token_ids
     return second._replace(token_ids=token_ids, reports=reports)
@@ -268,6 +270,12 @@ def _joined(first: RequestProgress, second: RequestProgress) -> RequestProgress:
 
 def _both(first: list[T] | None, second: list[T] | None) -> list[T] | None:
     return None if first is None or second is None else first + second
+
+
+def _both_experts(first: Experts | None, second: Experts | None) -> Experts | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return np.concatenate((first, second))
 
 
 _Update: TypeAlias = tuple[_Stream, RequestProgress | Exception]
@@ -308,6 +316,8 @@ class _DriverLoop:
         self._thread: threading.Thread | None = None
         self._streams: dict[str, _Stream] = {}
         """By the id of an unfinished sample."""
+        self._num_experts: dict[str, int] = {}
+        """Positions of each sample whose experts were reported."""
         self._num_reported: dict[str, int] = {}
         """Likewise, the number of tokens that were reported."""
         self._reporting: set[str] = set()
@@ -401,7 +411,7 @@ class _DriverLoop:
             self._num_reported[sample] = 0
         sampling = command.request.sampling
         has_numbers = sampling.logprobs is not None or sampling.prompt_logprobs is not None
-        if has_numbers or sampling.full_logprobs:
+        if has_numbers or sampling.full_logprobs or command.request.routed_experts:
             self._reporting.update(command.stream.names)
 
     @staticmethod
@@ -438,6 +448,7 @@ class _DriverLoop:
         for sample in samples:
             self._streams.pop(sample, None)
             self._num_reported.pop(sample, None)
+            self._num_experts.pop(sample, None)
             self._reporting.discard(sample)
 
     def _step(self, driver: Driver) -> list[_Update]:
@@ -479,7 +490,8 @@ class _DriverLoop:
                 self._num_reported[sample] = first + len(tokens)
                 stream, reports = self._streams[sample], None
                 if reporter is not None and sample in self._reporting:
-                    reports = _from_first(reporter.generated_reports(sample, first), first)
+                    reports = reporter.generated_reports(sample, first)
+                    reports = self._not_given(sample, _from_first(reports, first))
                 progress = RequestProgress(stream.names[sample], tokens, None, reports)
                 (later if first else first_ones).append((stream, progress))
 
@@ -493,8 +505,19 @@ class _DriverLoop:
             None if own is None else own[first:],
             output.prompt_logprobs,
             None if full is None else full[first:],
+            output.routed_experts,
         )
-        return _from_first(reports, first)
+        reports = self._not_given(output.req_id, _from_first(reports, first))
+        self._num_experts.pop(output.req_id, None)
+        return reports
+
+    def _not_given(self, sample: str, reports: Reports) -> Reports:
+        """Return reports without the experts that a sample has reported before."""
+        experts = reports.routed_experts
+        if experts is None:
+            return reports
+        given, self._num_experts[sample] = self._num_experts.get(sample, 0), len(experts)
+        return reports._replace(routed_experts=experts[given:].copy())
 
     def _abort_all(self, driver: Driver) -> None:
         """End what is unfinished, and let the daemons drop its rows."""

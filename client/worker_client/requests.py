@@ -17,13 +17,14 @@ from rpc_schema.extensions import RequestExtension, extension_of
 from rpc_schema.lora_request import LoraRequest
 from rpc_schema.pooling import PoolingParams
 from rpc_schema.prompt_embeds import MAX_EMBEDDED_RANGES, PromptEmbeds
+from rpc_schema.routed_experts import RoutedExpertsWanted
 from rpc_schema.sampling import TraceWanted
 from worker_client.errors import RequestError
 from worker_client.inputs.host_tensor import HostTensor
 from worker_client.inputs.prompt_embeds import Embeddings, embeds_extension, host_tensor
 from worker_client.inputs.sampling_params import DEFAULT_SAMPLING, no_seed
 from worker_client.inputs.sampling_params import SamplingParams as SamplingParams
-from worker_client.scheduler_output import FullLogprob, Logprobs
+from worker_client.scheduler_output import Experts, FullLogprob, Logprobs
 
 PromptTokenIds: TypeAlias = NDArray[np.integer[Any]] | Sequence[int]
 EmbeddedAt = Annotated[tuple[tuple[Count, Positive], ...], Meta(max_length=MAX_EMBEDDED_RANGES)]
@@ -66,6 +67,8 @@ class GenerationRequest:
     output_token_ids: OutputTokenIds = ()
     """Tokens that its output begins with: a trace, of which sampling.full_logprobs reports what
     decoding would have reported. At most max_tokens; what is left of these is generated."""
+    routed_experts: bool = False
+    """Report the experts of its tokens (RequestOutput.routed_experts)."""
     features: tuple[RequestExtension, ...] = ()
     """Extensions of features that have no field above."""
 
@@ -80,6 +83,8 @@ class GenerationRequest:
         own: tuple[RequestExtension, ...] = self.sampling.extensions(eos_token_ids)
         if self.output_token_ids and self.sampling.full_logprobs:
             own = (*own, TraceWanted(num_tokens=len(self.output_token_ids)))
+        if self.routed_experts:
+            own = (*own, RoutedExpertsWanted())
         if self.pooling is not None:
             own = (self.pooling,)
         if self.prompt_embeds is None and self.lora is None and not self.features:
@@ -195,6 +200,9 @@ class Reports(NamedTuple):
     """One per prompt token, likewise."""
     full_logprobs: list[FullLogprob] | None = None
     """One per token, likewise."""
+    routed_experts: Experts | None = None
+    """Those of all tokens so far, as RequestOutput has them; in a RequestProgress, those that the
+    progress before did not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +225,11 @@ class RequestOutput:
     """One per prompt token (None for the first), if the request asked for them."""
     full_logprobs: list[FullLogprob] | None = None
     """One per token, if the request asked for them."""
+    routed_experts: Experts | None = None
+    """Experts of its tokens, if the request asked for them: uint8, or uint16 if layers have more
+    than 256, [positions, layers with experts, top_k], each token's in the order of the router's
+    scores. Positions are those of prompt and output without the last token, which no step has
+    computed; fewer if the request ended before they were."""
     pooled: NDArray[np.float32] | None = None
     """Output of a pooling request: float32 [width], or [num_prompt_tokens, width] for a task on
     tokens. It has no token_ids."""

@@ -231,6 +231,19 @@ class TraceChunk:
     logprobs: Sequence[FullLogprob]
 
 
+Experts: TypeAlias = NDArray[np.unsignedinteger[Any]]
+"""Numbers of experts: uint8 or uint16."""
+
+
+class ExpertsChunk(NamedTuple):
+    """The experts of consecutive tokens of a request that a step has computed, or found cached."""
+
+    first: int
+    """Position in the request of the first one."""
+    experts: Experts
+    """[tokens, layers, top_k] as RequestOutput.routed_experts."""
+
+
 @dataclass(frozen=True, slots=True)
 class SampledToken:
     """One of several tokens that a request sampled in a step."""

@@ -102,6 +102,7 @@ def worker_config(
     kv_cache_dtype: str = "auto",
     enable_sleep_mode: bool = False,
     enable_expert_parallel: bool = False,
+    enable_return_routed_experts: bool = False,
     lora: LoraConfig = LoraConfig(),  # noqa: B008  # a value
     logits_processors: tuple[str, ...] = (),
     speculative: SpeculativeConfig = NO_DRAFTS,
@@ -120,6 +121,7 @@ def worker_config(
             seed=model_seed,
             enable_sleep_mode=enable_sleep_mode,
             enable_expert_parallel=enable_expert_parallel,
+            enable_return_routed_experts=enable_return_routed_experts,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -316,6 +318,7 @@ def scheduler_limits(group: WorkerGroup, loaded: LoadedGroup, **changes: object)
         "max_loras": loaded_config.lora.max_loras,
         "num_speculative_tokens": loaded_config.speculative.num_speculative_tokens,
         "makes_drafts": loaded_config.speculative.on_device,
+        "routed_experts": loaded.metadata.routed_experts,
         "num_lookahead_tokens": usual_limits(loaded, loaded_config).num_lookahead_tokens,
     }
     return SchedulerLimits(**{**fields, **changes})

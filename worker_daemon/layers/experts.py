@@ -102,6 +102,8 @@ class _Experts:
         self._spec = spec
         self._load = load
         self._ops = setup.ops
+        self._chosen = setup.chosen_experts
+        self._index = 0 if self._chosen is None else self._chosen.add()
         router, count = f"{name}.{spec.router}", spec.num_experts
         self._router = _whole(f"{router}.weight", (count, setup.hidden_size), setup)
         pieces = _rank_pieces(name, spec, setup)
@@ -144,6 +146,8 @@ class _Experts:
             query_start_loc,
             None if self._load is None else self._load.counts,
         )
+        if self._chosen is not None:
+            self._chosen.note(self._index, routed.experts)
         y = self._ops.experts.multiply(x, routed, self._matrices)
         return (y if self._shared is None else y + self._shared.forward(x)), total
 

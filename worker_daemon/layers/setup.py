@@ -14,6 +14,7 @@ from worker_daemon.layers.int4 import make_int4_parameters
 from worker_daemon.layers.linear_method import LinearMethod, PlainMatrix, StoredMatrix
 from worker_daemon.layers.parameter import Parameter, Piece
 from worker_daemon.layers.quantization import Int4Quantization, Quantization
+from worker_daemon.layers.routed_experts import ChosenExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class LayerSetup:
     """A rank has some of the experts; otherwise it has a part of each."""
     expert_loads: ExpertLoads = field(default_factory=ExpertLoads)
     """The stage's expert load counters; each layer with experts adds its own."""
+    chosen_experts: ChosenExperts | None = None
+    """Takes the choices of the layers with experts; None: nobody asks for them."""
 
     def parameter(self, name: str, shape: tuple[int, ...], pieces: Iterable[Piece]) -> Parameter:
         """Return a parameter of zeros. Owned by the caller."""

@@ -33,6 +33,7 @@ from worker_daemon.layers.mlp import MLPBlock, MLPSpec
 from worker_daemon.layers.norm import Part, RMSNorm, residual_stream
 from worker_daemon.layers.parameter import Kind, Parameter, Piece, TensorSpec
 from worker_daemon.layers.rotary import Rope, rotary_table
+from worker_daemon.layers.routed_experts import ChosenExperts
 from worker_daemon.layers.setup import LayerSetup
 from worker_daemon.layers.token_mixer import TokenMixerSpec
 from worker_daemon.layers.torch_ops import TorchOps
@@ -332,6 +333,11 @@ class DecoderStage:
         return self._setup.expert_loads
 
     @property
+    def chosen_experts(self) -> ChosenExperts | None:
+        """The choices of its routers; None if it does not collect them."""
+        return self._setup.chosen_experts
+
+    @property
     def num_layers(self) -> int:
         """Local layers."""
         return len(self._layers)
@@ -359,11 +365,12 @@ def build_stage(
     adapters: AdapterLayout | None = None,
     *,
     has_fp8_cache: bool = False,
+    keeps_experts: bool = False,
 ) -> DecoderStage:
     """Return a stage with zero weights. The partition must have passed `check_partition`.
     adapters: an empty layout, which takes the matrices that adapters may change. has_fp8_cache: its
-    layers get scales for a KV cache in FP8. Raises ConfigError if the quantization does not fit
-    merged matrices, or this rank's parts.
+    layers get scales for a KV cache in FP8. keeps_experts: it collects the choices of its routers.
+    Raises ConfigError if the quantization does not fit merged matrices, or this rank's parts.
 
     max_model_len (tokens) is the length of the rotary tables: positions must be smaller. With tied
     embeddings a last stage that is not the first holds its own copy of the embedding, if the model
@@ -379,6 +386,7 @@ def build_stage(
         config.quantization,
         has_fp8_cache,
         config.expert_parallel,
+        chosen_experts=ChosenExperts() if keeps_experts else None,
     )
     embedding, start, end = None, None, None
     if is_first or (is_last and config.is_tied):

@@ -53,13 +53,14 @@ from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.expert_tensors import is_stack_of_experts
 from worker_daemon.models.partition import check_partition, partition_layers
 from worker_daemon.plan.step_memory import StageWidths, estimate_step_bytes
-from worker_daemon.runner.kv_cache import describe_drafts, describe_layers
+from worker_daemon.runner.kv_cache import describe_further, describe_layers, routed_pages
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.worker.draft_model import find_draft, layers_of
 from worker_daemon.worker.resolve import (
     ResolvedModel,
     check_cache,
     check_lora,
+    check_routed_experts,
     check_speculative,
     resolve_cache_dtype,
     resolve_config,
@@ -68,6 +69,7 @@ from worker_daemon.worker.resolve import (
 from worker_daemon.worker.stage_loading import Roots
 
 _MOST_BYTES = 1 << 50
+_INT32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,7 @@ def plan_memory(config: WorkerConfig, memory_bytes: int, model_roots: Sequence[P
     check_lora(config.lora)
     check_speculative(config.speculative)
     resolved = _resolve(config.model, model_roots)
+    check_routed_experts(resolved, config.scheduler)
     roots = Roots(model_roots, None)
     found = find_draft(config.speculative, config.model, resolved, roots)
     draft = None if found is None else found[1]
@@ -468,9 +471,11 @@ def _measure(
     weights_bytes, ropes = stage.num_parameters_bytes, stage.ropes
     if draft is not None:
         drafting = whole_model(draft.decoder, tp, draft.dtype)
-        specs += describe_drafts(layers_of(drafting, draft.dtype))
+        specs += describe_further(layers_of(drafting, draft.dtype))
         weights_bytes += drafting.num_parameters_bytes
         ropes += drafting.ropes
+    if state.is_last_stage:
+        specs += describe_further(routed_pages(resolved.routed_experts))
     decoder, tp_size = resolved.decoder, state.tp_size
     widths = [decoder.layers[index].attention.widths(tp_size) for index in layers]
     num_logits = decoder.vocab_size if decoder.generates else 0
@@ -499,8 +504,20 @@ def _measure(
             gathered_size=max(each.gathered for each in widths),
             dequantized_bytes=_dequantized_bytes(stage, decoder, resolved.dtype),
             expert_load_bytes=stage.expert_loads.num_bytes,
+            chosen_bytes=_chosen_bytes(resolved, layers, is_last=state.is_last_stage),
         ),
     )
+
+
+def _chosen_bytes(resolved: ResolvedModel, layers: range, *, is_last: bool) -> int:
+    """Return the bytes of a token's experts in a step, if they are collected: the choices of a
+    stage's layers, joined, and on the last stage what it keeps."""
+    shape, experts = resolved.routed_experts, resolved.decoder.layer_experts
+    if shape is None:
+        return 0
+    num_layers = sum(each is not None for each in experts[: layers.stop])
+    kept = shape.bytes_per_token + _INT32_BYTES if is_last else 0
+    return 2 * _INT32_BYTES * shape.top_k * num_layers + kept
 
 
 def _inner_size(decoder: DecoderConfig) -> int:

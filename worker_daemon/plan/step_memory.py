@@ -64,6 +64,8 @@ class StageWidths:
     none."""
     expert_load_bytes: int = 0
     """Bytes of the expert load counters."""
+    chosen_bytes: int = 0
+    """Bytes of a token's experts, if they are kept for requests that ask for them."""
 
 
 def estimate_step_bytes(widths: StageWidths, limits: StepLimits) -> int:
@@ -81,7 +83,7 @@ def estimate_step_bytes(widths: StageWidths, limits: StepLimits) -> int:
         total += _logits_bytes(widths, limits)
         total += (rows + 1) * sum(part.sampling_row_bytes(limits.vocab_size) for part in PARTS)
     total += 2 * _INT64 * tokens * limits.num_groups  # the step's token ids and KV slots
-    total += widths.expert_load_bytes
+    total += widths.expert_load_bytes + widths.chosen_bytes * tokens
     return total + total // MARGIN_DIVISOR
 
 

@@ -36,6 +36,7 @@ from worker_daemon.runner.proposal_graphs import (
 )
 from worker_daemon.runner.replica_counts import ReplicaCounts
 from worker_daemon.runner.request_state import RequestState
+from worker_daemon.runner.routed_experts import KeptExperts, StageExperts, StageRouting
 from worker_daemon.runner.row_tables import RowKernels, RowTables
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.stage_program import EagerProgram
@@ -81,12 +82,26 @@ class RunnerParts:
     adapters: Adapters | None = None
     draft_counts: DraftCounts = field(default_factory=DraftCounts)
     """Outcomes of drafts, on the rank that answers steps."""
+    routing: StageRouting | None = None
+    """None: the experts of tokens are not kept."""
 
     @property
     def depth(self) -> int:
         """Number of steps whose buffers must not be overwritten: those in flight, and the one being
         built."""
         return self.parallel.pp_size + 2
+
+    @property
+    def width_in(self) -> int:
+        """Values of a token in a message from the previous stage."""
+        more = 0 if self.routing is None else self.routing.width_in(self.dtype)
+        return self.hidden_size + more
+
+    @property
+    def width_out(self) -> int:
+        """Values of a token in a message to the next stage."""
+        more = 0 if self.routing is None else self.routing.width_out(self.dtype)
+        return self.hidden_size + more
 
 
 def assemble_runner(
@@ -95,6 +110,10 @@ def assemble_runner(
     """Return a runner with empty rows. kv: one LayerKV per local layer, or none for
     NullAttention."""
     parallel = parts.parallel
+    has_states = any(isinstance(spec, StateLayerSpec) for spec in parts.stage.kv_layer_specs)
+    own_limits = limits if has_states else replace(limits, checkpoint_blocks=0)
+    tables = RowTables(own_limits, parts.device, parts.rows)
+    kept_experts = _kept_experts(parts, limits, tables)
     step_parts = make_parts(
         limits,
         parts.device,
@@ -107,14 +126,12 @@ def assemble_runner(
         processors=parts.processors,
         dtype=parts.dtype,
         find_upload=parts.find_upload,
+        kept_experts=kept_experts,
     )
     lockstep = None
     if parallel.lockstep:
         lockstep = ReplicaCounts(parallel.dp_rank, parallel.dp_size)
     state = RequestState(limits, step_parts, lockstep)
-    has_states = any(isinstance(spec, StateLayerSpec) for spec in parts.stage.kv_layer_specs)
-    own_limits = limits if has_states else replace(limits, checkpoint_blocks=0)
-    tables = RowTables(own_limits, parts.device, parts.rows)
     is_sole = parallel.pp_size == 1
     most_samples = largest_shape(limits).num_samples
     buffers = parts.open_staging(
@@ -130,7 +147,17 @@ def assemble_runner(
     verifies = parts.stage.samples and limits.max_drafts > 0
     verifier = DraftVerifier(tables, drafter) if verifies else None
     return ModelRunner(
-        EagerProgram(parts.stage, tables, kv, step_parts, tokens, logits, follower, verifier),
+        EagerProgram(
+            parts.stage,
+            tables,
+            kv,
+            step_parts,
+            tokens,
+            logits,
+            follower,
+            verifier,
+            _stage_experts(parts, kept_experts),
+        ),
         state,
         inputs,
         tie_stage(parts, link, state, inputs, waits, history),
@@ -141,6 +168,22 @@ def assemble_runner(
         waits=waits,
         history=history,
     )
+
+
+def _kept_experts(parts: RunnerParts, limits: StepLimits, tables: RowTables) -> KeptExperts | None:
+    """Return the memory of tokens' experts on the last stage, if they are kept."""
+    routing = parts.routing
+    if routing is None or not parts.parallel.is_last_stage:
+        return None
+    most = largest_shape(limits).num_tokens
+    return KeptExperts(routing.shape, routing.pages, tables.group_tables[0], most)
+
+
+def _stage_experts(parts: RunnerParts, kept: KeptExperts | None) -> StageExperts | None:
+    chosen = parts.stage.chosen_experts
+    if parts.routing is None or chosen is None:
+        return None
+    return StageExperts(parts.routing, chosen, parts.hidden_size, kept)
 
 
 def tie_stage(
@@ -155,7 +198,7 @@ def tie_stage(
     parallel = parts.parallel
     replies = StepReplies(link, history, parts.draft_counts, is_output_rank=parallel.is_output_rank)
     sampler = StepSampler(parts.stage, state.parts, inputs.tables, inputs.drafter)
-    no_hidden = torch.zeros((1, parts.hidden_size), dtype=parts.dtype, device=parts.device)
+    no_hidden = torch.zeros((1, parts.width_out), dtype=parts.dtype, device=parts.device)
     if waits is None:
         return SoleStage(inputs, state.parts, sampler, replies, no_hidden[:0])
     last = sampler if parallel.is_last_stage else None
@@ -167,10 +210,11 @@ def _neighbours(
     parts: RunnerParts, link: Link, limits: StepLimits, tables: RowTables
 ) -> Neighbours:
     parallel, most_tokens = parts.parallel, limits.max_num_batched_tokens
-    hop = HopShape(parts.hidden_size, parts.dtype, parts.device, most_tokens, parts.depth)
+    inbound = HopShape(parts.width_in, parts.dtype, parts.device, most_tokens, parts.depth)
+    outbound = inbound._replace(hidden_size=parts.width_out)
     return Neighbours(
-        None if parallel.is_first_stage else StageInbound(link, parts.tp, hop),
-        None if parallel.is_last_stage else StageOutbound(link, parts.tp, hop),
+        None if parallel.is_first_stage else StageInbound(link, parts.tp, inbound),
+        None if parallel.is_last_stage else StageOutbound(link, parts.tp, outbound),
         TokenBroadcast(
             link,
             tables.last_sampled,
@@ -215,7 +259,7 @@ def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool)
     return LadderGraphs(
         ladder,
         runner.eager,
-        torch.zeros((arriving, parts.hidden_size), dtype=parts.dtype, device=parts.device),
+        torch.zeros((arriving, parts.width_in), dtype=parts.dtype, device=parts.device),
         parts.capture_stream,
         holds_communication=parts.parallel.tp_size > 1,
         proposals=_proposals(runner, parts.device),

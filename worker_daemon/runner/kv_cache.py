@@ -1,6 +1,6 @@
 """The KV cache's memory: one allocation for all layers of this rank, split into the states of
-requests, tensors of pages, and the pages of a draft model. Each of the tensors serves one layer of
-every group."""
+requests, tensors of pages, and further pages. Each of the tensors serves one layer of every
+group."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,6 +24,7 @@ from rpc_schema.kv_cache import (
     num_checkpoints,
     state_tensor_bytes,
 )
+from rpc_schema.routed_experts import RoutedExpertsShape
 from worker_daemon.device.failures import FailureKind, failure_kind
 from worker_daemon.errors import config_error
 from worker_daemon.layers.cache_spec import CacheSpec, LatentLayerSpec, PageSpec, StateLayerSpec
@@ -45,18 +46,34 @@ class KVMemory(NamedTuple):
 
     layers: list[LayerKV]
     """One for each local layer."""
-    drafts: list[Tensor]
-    """[num_blocks, *page shape] for each layer of the draft model, by the first group's blocks."""
+    further: list[Tensor]
+    """[num_blocks, *page shape] of each FurtherPages, by the first group's blocks."""
 
 
-class DraftLayers(NamedTuple):
-    """Specs of the pages that a draft model keeps on this rank."""
+class FurtherPages(NamedTuple):
+    """Pages beside those of the model's layers: of a draft model's layer, or of the experts of
+    tokens."""
 
-    specs: tuple[PageSpec, ...] = ()
-    dtype: torch.dtype = torch.float32
+    spec: PageSpec
+    dtype: torch.dtype
 
 
-NO_DRAFT_LAYERS: Final = DraftLayers()
+_ROUTED_EXPERTS: Final = "routed_experts"
+
+
+def routed_pages(shape: RoutedExpertsShape | None) -> tuple[FurtherPages, ...]:
+    """Return the pages of the experts of tokens on a rank of the last stage; None: none are
+    kept."""
+    if shape is None:
+        return ()
+    spec = LatentLayerSpec(_ROUTED_EXPERTS, shape.num_layers * shape.top_k)
+    return (FurtherPages(spec, routed_dtype(shape)),)
+
+
+def routed_dtype(shape: RoutedExpertsShape) -> torch.dtype:
+    """Return the dtype in which a rank keeps the numbers of experts: int16 in place of uint16, in
+    which torch can compute little."""
+    return torch.uint8 if shape.num_experts <= 256 else torch.int16
 
 
 def describe_layers(layers: Sequence[CacheSpec], dtype: torch.dtype) -> tuple[KVCacheSpec, ...]:
@@ -64,9 +81,9 @@ def describe_layers(layers: Sequence[CacheSpec], dtype: torch.dtype) -> tuple[KV
     return tuple(_describe(layer, dtype) for layer in layers)
 
 
-def describe_drafts(drafts: DraftLayers) -> tuple[KVCacheSpec, ...]:
-    """Return one KVCacheSpec per layer of a draft model."""
-    described = (_describe(layer, drafts.dtype) for layer in drafts.specs)
+def describe_further(pages: Sequence[FurtherPages]) -> tuple[KVCacheSpec, ...]:
+    """Return one KVCacheSpec for each of these."""
+    described = (_describe(spec, dtype) for spec, dtype in pages)
     return tuple(structs.replace(spec, is_draft=True) for spec in described)
 
 
@@ -108,10 +125,11 @@ def allocate_kv_caches(
     dtype: torch.dtype,
     max_num_seqs: int,
     make_zeros: Callable[[int, torch.dtype], Tensor],
-    drafts: DraftLayers = NO_DRAFT_LAYERS,
+    further: Sequence[FurtherPages] = (),
 ) -> KVMemory:
     """Return zeroed caches, one per layer, in memory from make_zeros(number of elements, dtype).
-    dtype: of pages. max_num_seqs: request rows, for which layers with states have memory.
+    dtype: of the layers' pages. max_num_seqs: request rows, for which layers with states have
+    memory.
 
     Zeroed: a kernel may read past the end of a sequence, and NaN times a zero weight is NaN.
 
@@ -120,12 +138,12 @@ def allocate_kv_caches(
         CapacityError: the device has too little memory.
     """
     _check_plan(config, layers, dtype, max_num_seqs)
-    _check_drafts(config, drafts)
+    _check_further(config, further)
     if not layers:
         return KVMemory([], [])
     own_bytes = config.state_bytes + config.size_bytes
-    draft_start = -(-own_bytes // STATE_ALIGNMENT) * STATE_ALIGNMENT
-    size_bytes = draft_start + config.draft_bytes if drafts.specs else own_bytes
+    further_start = -(-own_bytes // STATE_ALIGNMENT) * STATE_ALIGNMENT
+    size_bytes = further_start + config.draft_bytes if further else own_bytes
     try:
         arena = make_zeros(size_bytes, torch.uint8)
     except (RuntimeError, MemoryError, CapacityError) as error:
@@ -143,17 +161,21 @@ def allocate_kv_caches(
     caches = _states(arena[: config.state_bytes], layers, _num_states(config, max_num_seqs))
     caches |= _pages(arena[config.state_bytes : own_bytes].view(dtype), config, layers)
     memory = [caches[layer.name] for layer in layers]
-    return KVMemory(memory, _draft_pages(arena[draft_start:], config, drafts))
+    return KVMemory(memory, _further_pages(arena[further_start:], config, further))
 
 
-def _draft_pages(memory: Tensor, config: KVCacheConfig, drafts: DraftLayers) -> list[Tensor]:
-    """Return the pages of a draft model's layers, one layer after the other. memory: uint8."""
-    if not drafts.specs:
-        return []
+def _further_pages(
+    memory: Tensor, config: KVCacheConfig, further: Sequence[FurtherPages]
+) -> list[Tensor]:
+    """Return further pages, one after the other. memory: uint8."""
     block_size = groups_of(config)[0].block_size
-    shapes = [(config.num_blocks, *layer.page_shape(block_size)) for layer in drafts.specs]
-    pieces = torch.split(memory.view(drafts.dtype), [math.prod(shape) for shape in shapes])
-    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    found, start = [], 0
+    for spec, dtype in further:
+        shape = (config.num_blocks, *spec.page_shape(block_size))
+        end = start + math.prod(shape) * dtype.itemsize
+        found.append(memory[start:end].view(dtype).view(shape))
+        start = end
+    return found
 
 
 def _num_states(config: KVCacheConfig, max_num_seqs: int) -> int:
@@ -240,24 +262,24 @@ def _check_plan(
         raise config_error("kv_cache_config.size_bytes", config.size_bytes, problem, fix)
 
 
-def _check_drafts(config: KVCacheConfig, drafts: DraftLayers) -> None:
-    names = tuple(layer.name for layer in drafts.specs)
+def _check_further(config: KVCacheConfig, further: Sequence[FurtherPages]) -> None:
+    names = tuple(spec.name for spec, _ in further)
     if config.draft_layers != names:
-        problem = "the plan names other layers of a draft model than this rank has"
+        problem = "the plan names other further pages than this rank has"
         raise config_error("kv_cache_config.draft_layers", config.draft_layers, problem, f"{names}")
     if not names:
         if config.draft_bytes:
-            problem = "there is no draft model on this rank"
+            problem = "there are no further pages on this rank"
             raise config_error("kv_cache_config.draft_bytes", config.draft_bytes, problem, "0")
         return
     first = groups_of(config)[0]
     if first.window is not None:
-        problem = "the draft model reads all tokens by the block table of the first group"
+        problem = "further pages hold all tokens by the block table of the first group"
         raise config_error("kv_cache_config.groups", first.window, problem, "one without a window")
-    per_token = sum(layer.token_values for layer in drafts.specs) * drafts.dtype.itemsize
+    per_token = sum(spec.token_values * dtype.itemsize for spec, dtype in further)
     expected = config.num_blocks * first.block_size * per_token
     if config.draft_bytes != expected:
-        problem = "the pages of the draft model have another size"
+        problem = "the further pages have another size"
         raise config_error(
             "kv_cache_config.draft_bytes", config.draft_bytes, problem, f"{expected}"
         )

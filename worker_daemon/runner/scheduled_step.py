@@ -13,6 +13,7 @@ import numpy as np
 from rpc_schema.errors import InvalidStepError
 from rpc_schema.kv_cache import BlockGroup, block_groups, border_tokens
 from rpc_schema.pooling import NO_POOLING, PoolingSupport
+from rpc_schema.routed_experts import RoutedExpertsShape
 from rpc_schema.step import NewRequestData
 from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
 from worker_daemon.runner.steady_batch import SteadyBatch
@@ -53,6 +54,8 @@ class StepLimits:
     """Most drafts of a request in a step; 0: steps have none."""
     makes_drafts: bool = False
     """The last stage makes drafts; otherwise steps bring them."""
+    routed_experts: RoutedExpertsShape | None = None
+    """Sizes of the experts that requests may ask for; None: they may not."""
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:

@@ -17,6 +17,7 @@ from worker_daemon.runner.draft_verifier import DraftVerifier
 from worker_daemon.runner.input_batch import StepInputs
 from worker_daemon.runner.kv_cache import LayerKV
 from worker_daemon.runner.parts.step_parts import StepParts
+from worker_daemon.runner.routed_experts import StageExperts
 from worker_daemon.runner.row_tables import RowTables
 from worker_daemon.runner.sample_rows import SamplingInputs
 from worker_daemon.runner.staging import Staging
@@ -27,7 +28,8 @@ class StageOutput(NamedTuple):
     """Results of a stage. Valid until the next step runs."""
 
     hidden: Tensor
-    """[N, H] residual stream."""
+    """[N, H] residual stream; on a stage that hands on experts, followed by these
+    (runner/routed_experts.py)."""
     chosen: SamplingInputs
 
 
@@ -35,7 +37,8 @@ class StageProgram(Protocol):
     """Runs a stage on a step's inputs: brings them to the device, then computes."""
 
     def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
-        """arrived: [num_tokens, H] from the stage before; [0, H] on the first stage."""
+        """arrived: [num_tokens, H] from the stage before, perhaps with experts behind it; [0, H] on
+        the first stage."""
 
 
 class EagerProgram:
@@ -51,13 +54,14 @@ class EagerProgram:
         logits: Tensor | None,
         follower: StepFollower | None = None,
         verifier: DraftVerifier | None = None,
+        experts: StageExperts | None = None,
     ) -> None:
         """kv: one for each local layer, or none under NullAttention. tokens: receives the most
         likely tokens at once, if this stage embeds them in the next step; None if other stages do,
         which receive the sampled tokens. logits: receives those of each step (SamplingInputs), of
         as many rows as can sample; None on a stage that does not sample. follower: the draft model
-        of the last stage, if there is one. verifier: on the last stage, if steps may have
-        drafts."""
+        of the last stage, if there is one. verifier: on the last stage, if steps may have drafts.
+        experts: takes those of tokens, if they are kept."""
         self._kv = kv
         self._kv_caches = [layer.cache for layer in kv]
         self._layer_groups = [layer.group for layer in kv] or [0] * stage.num_layers
@@ -69,6 +73,7 @@ class EagerProgram:
         self._logits = logits
         self._follower = follower
         self._verifier = verifier
+        self._experts = experts
 
     def compile_subset(self) -> "EagerProgram":
         """Return a program that launches the same kernels for a few layers only, to compile and
@@ -85,6 +90,7 @@ class EagerProgram:
             self._logits,
             follower,
             self._verifier,
+            self._experts,
         )
 
     def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
@@ -100,7 +106,13 @@ class EagerProgram:
         self._tables.update(columns)
         gathered = self._tables.gather(columns)
         by_group = inputs.attention(gathered, self._tables)
-        hidden = self._stage.embed(gathered.token_ids) if self._is_first else arrived
+        earlier = None
+        if self._is_first:
+            hidden = self._stage.embed(gathered.token_ids)
+        elif self._experts is None:
+            hidden = arrived
+        else:
+            hidden, earlier = self._experts.split(arrived)
         layers = [by_group[group] for group in self._layer_groups]
         try:
             if used:
@@ -114,7 +126,11 @@ class EagerProgram:
         if self._follower is not None:
             computed = ComputedStep(gathered.token_ids, hidden, columns.positions, by_group[0])
             self._follower.follow(computed)
-        return StageOutput(hidden, self._choose(hidden, columns, gathered.token_ids))
+        chosen = self._choose(hidden, columns, gathered.token_ids)
+        if self._experts is not None:
+            slots = gathered.slot_mappings[0]
+            hidden = self._experts.end(hidden, earlier, columns.positions, slots)
+        return StageOutput(hidden, chosen)
 
     @torch.inference_mode()
     def launch_layers(self, hidden: Tensor, query_lens: Int32s, seq_lens: Int32s) -> None:

@@ -21,7 +21,7 @@ from worker_daemon.models.decoder import DecoderStage, checkpoint_pieces, whole_
 from worker_daemon.models.partition import check_partition
 from worker_daemon.models.weights import check_checkpoint
 from worker_daemon.phases import SetPhase
-from worker_daemon.runner.kv_cache import NO_DRAFT_LAYERS, DraftLayers
+from worker_daemon.runner.kv_cache import FurtherPages
 from worker_daemon.worker.model_identity import ModelFiles
 from worker_daemon.worker.resolve import ResolvedModel
 from worker_daemon.worker.stage_loading import (
@@ -47,7 +47,7 @@ class DraftModel:
     """True on the last stage, which holds and runs it."""
 
     @property
-    def layers(self) -> DraftLayers:
+    def layers(self) -> tuple[FurtherPages, ...]:
         """Specs of its pages in the KV cache, in its own dtype."""
         return layers_of(self.stage, self.resolved.dtype)
 
@@ -83,9 +83,9 @@ class DraftModel:
         return identity
 
 
-def draft_layers(draft: DraftModel | None) -> DraftLayers:
+def draft_layers(draft: DraftModel | None) -> tuple[FurtherPages, ...]:
     """Return what a draft model keeps on a rank of the last stage, if there is one."""
-    return NO_DRAFT_LAYERS if draft is None else draft.layers
+    return () if draft is None else draft.layers
 
 
 def find_draft(
@@ -130,10 +130,10 @@ def build_draft(found: tuple[ModelConfig, ResolvedModel], place: RankPlace) -> D
     return DraftModel(config, resolved, stage, attention, place.parallel.is_last_stage)
 
 
-def layers_of(stage: DecoderStage, dtype: torch.dtype) -> DraftLayers:
+def layers_of(stage: DecoderStage, dtype: torch.dtype) -> tuple[FurtherPages, ...]:
     """Return what a draft model's stage keeps. The names differ from the target's."""
     specs = (spec for spec in stage.kv_layer_specs if not isinstance(spec, StateLayerSpec))
-    return DraftLayers(tuple(spec.named(f"draft_model.{spec.name}") for spec in specs), dtype)
+    return tuple(FurtherPages(spec.named(f"draft_model.{spec.name}"), dtype) for spec in specs)
 
 
 def _check_pair(name: str, draft: ResolvedModel, target: ResolvedModel) -> None:

@@ -52,10 +52,12 @@ from worker_daemon.models.weights import (
 )
 from worker_daemon.phases import SetPhase
 from worker_daemon.runner.kv_cache import (
+    FurtherPages,
     KVMemory,
     allocate_kv_caches,
-    describe_drafts,
+    describe_further,
     describe_layers,
+    routed_pages,
 )
 from worker_daemon.worker.draft_model import (
     DraftModel,
@@ -69,6 +71,7 @@ from worker_daemon.worker.resolve import (
     ResolvedModel,
     check_cache,
     check_lora,
+    check_routed_experts,
     check_speculative,
     confine_directory,
     resolve_cache_dtype,
@@ -151,7 +154,18 @@ class LoadedModel:
     def kv_cache_specs(self) -> tuple[KVCacheSpec, ...]:
         """The KV layers of this stage and shard, in wire types."""
         own = describe_layers(self.stage.kv_layer_specs, self.cache_dtype)
-        return own + describe_drafts(draft_layers(self.local_draft))
+        return own + describe_further(self.further_pages)
+
+    @property
+    def further_pages(self) -> tuple[FurtherPages, ...]:
+        """Pages that this rank keeps besides its layers' KV: none on stages but the last."""
+        return self.last_stage_pages if self.stage.is_last else ()
+
+    @property
+    def last_stage_pages(self) -> tuple[FurtherPages, ...]:
+        """The further pages of each rank of the last stage: a draft model's, then the experts of
+        tokens."""
+        return draft_layers(self.draft) + routed_pages(self.resolved.routed_experts)
 
     @property
     def local_draft(self) -> DraftModel | None:
@@ -174,8 +188,8 @@ class LoadedModel:
     ) -> KVMemory:
         """Return zeroed caches. Raises: see runner.kv_cache.allocate_kv_caches."""
         rows, specs = self.config.scheduler.max_num_seqs, self.stage.kv_layer_specs
-        drafts = draft_layers(self.local_draft)
-        return allocate_kv_caches(plan, specs, self.cache_dtype, rows, make_zeros, drafts)
+        dtype, further = self.cache_dtype, self.further_pages
+        return allocate_kv_caches(plan, specs, dtype, rows, make_zeros, further)
 
     def attend(self, *, is_real: bool) -> None:
         """Use the layers' attention from now on, or one that computes nothing."""
@@ -200,6 +214,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
     if message.model.load_format == "tensorizer":
         require_tensorizer("load_format", "tensorizer")
     resolved = roots.resolve(message.model)
+    check_routed_experts(resolved, message.scheduler)
     if not supports(place.device, resolved.dtype):
         problem = "this device does not support this dtype"
         raise config_error("dtype", str(resolved.dtype), problem, "float16")
@@ -475,6 +490,11 @@ def rank_weights(model: LoadedModel, place: RankPlace) -> RankWeights:
     )
 
 
+def stage_layers(decoder: DecoderConfig, place: RankPlace) -> range:
+    """Return the layers of this rank's stage."""
+    return _partition(decoder, place)[place.parallel.pp_rank]
+
+
 def _partition(decoder: DecoderConfig, place: RankPlace) -> tuple[range, ...]:
     return partition_layers(
         decoder.num_hidden_layers, place.parallel.pp_size, place.config.layer_partition
@@ -501,7 +521,7 @@ def _build_stage(
     """Build the stage on the meta device, to learn its size."""
     decoder, parallel = resolved.decoder, place.parallel
     check_partition(decoder, parallel.pp_size, parallel.tp_size)
-    layers, ops = _partition(decoder, place)[parallel.pp_rank], place.backend.make_ops()
+    layers, ops = stage_layers(decoder, place), place.backend.make_ops()
     return resolved.build_stage(
         layers, parallel, place.tp, ops, adapters, has_fp8_cache=has_fp8_cache
     )

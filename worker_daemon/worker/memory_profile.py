@@ -19,8 +19,7 @@ from worker_daemon.device.memory import MemoryProfile, profile
 from worker_daemon.kernel_compiler import KernelCompiler
 from worker_daemon.models.partition import partition_layers
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
-from worker_daemon.runner.kv_cache import KVMemory, describe_drafts, describe_layers
-from worker_daemon.worker.draft_model import draft_layers
+from worker_daemon.runner.kv_cache import KVMemory, describe_further, describe_layers
 from worker_daemon.worker.loading import LoadedModel
 from worker_daemon.worker.rank_device import OpenedDevice
 from worker_daemon.worker.resolve import check_deadline
@@ -166,7 +165,7 @@ def _plan(opened: OpenedDevice, model: LoadedModel) -> KVCacheConfig:
             decoder.num_hidden_layers, parallel.pipeline_parallel_size, parallel.layer_partition
         )
     ]
-    stages[-1] += describe_drafts(draft_layers(model.draft))
+    stages[-1] += describe_further(model.last_stage_pages)
     groups = plan_groups(
         stages,
         model.config.cache.block_size,

@@ -20,6 +20,7 @@ from rpc_schema.config import (
 )
 from rpc_schema.errors import CheckpointError
 from rpc_schema.pooling import PooledStates, PooledTask, PoolingSupport
+from rpc_schema.routed_experts import RoutedExpertsShape
 from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.distributed.parallel_state import ParallelState
@@ -73,6 +74,8 @@ class ResolvedModel:
     names: tuple[str, ...]
     """Names of the model, as a driver may give them: its absolute path and, if it is below the
     first root, the path from there."""
+    routed_experts: RoutedExpertsShape | None = None
+    """Sizes of the experts that requests may ask for; None: they may not."""
 
     def build_stage(
         self,
@@ -99,6 +102,7 @@ class ResolvedModel:
             ops,
             adapters,
             has_fp8_cache=has_fp8_cache,
+            keeps_experts=self.routed_experts is not None,
         )
 
 
@@ -149,6 +153,7 @@ def resolve_config(config: ModelConfig, model_roots: Sequence[Path]) -> Resolved
         saved=saved,
         config_files=_read_config_files(directory, decoder),
         names=_names(named, model_roots[0].resolve()),
+        routed_experts=_routed_experts(decoder) if config.enable_return_routed_experts else None,
     )
 
 
@@ -163,6 +168,32 @@ def _with_expert_parallelism(decoder: DecoderConfig) -> DecoderConfig:
         problem = f"{decoder.architecture} has no experts"
         raise config_error("enable_expert_parallel", True, problem, "leave it out")
     return replace(decoder, expert_parallel=True)
+
+
+def _routed_experts(decoder: DecoderConfig) -> RoutedExpertsShape:
+    experts = [each for each in decoder.layer_experts if each is not None]
+    sizes = {each.routing.top_k for each in experts}
+    if len(sizes) != 1:
+        problem = (
+            f"layers of {decoder.architecture} choose {sorted(sizes)} experts of a token"
+            if experts
+            else f"{decoder.architecture} has no experts"
+        )
+        raise config_error("enable_return_routed_experts", True, problem, "leave it out")
+    return RoutedExpertsShape(
+        num_layers=len(experts),
+        top_k=sizes.pop(),
+        num_experts=max(each.num_experts for each in experts),
+    )
+
+
+def check_routed_experts(model: ResolvedModel, scheduler: SchedulerConfig) -> None:
+    """Raise ConfigError if a step's experts do not fit into its reply."""
+    shape, most = model.routed_experts, scheduler.max_num_batched_tokens
+    if shape is not None and most > shape.max_positions:
+        problem = f"the experts of a step's tokens take {shape.bytes_per_token} bytes each"
+        fix = f"at most {shape.max_positions}, or leave out enable_return_routed_experts"
+        raise config_error("scheduler.max_num_batched_tokens", most, problem, fix)
 
 
 def pooling_support(decoder: DecoderConfig) -> PoolingSupport:

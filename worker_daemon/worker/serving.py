@@ -27,6 +27,7 @@ from worker_daemon.raising import Translation
 from worker_daemon.runner.assemble import RunnerParts, assemble_runner, step_graphs, tie_stage
 from worker_daemon.runner.cuda_graph import StepGraphs
 from worker_daemon.runner.kv_cache import KVMemory
+from worker_daemon.runner.routed_experts import StageRouting
 from worker_daemon.runner.rows_drafts import RowsDrafts, read_deferred, read_drafts
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.stage_program import EagerProgram
@@ -42,7 +43,8 @@ from worker_daemon.runner.warmup import (
     warm_up_lengths,
     warm_up_steps,
 )
-from worker_daemon.worker.loading import LoadedModel
+from worker_daemon.worker.draft_model import draft_layers
+from worker_daemon.worker.loading import LoadedModel, stage_layers
 from worker_daemon.worker.rank_device import OpenedDevice
 from worker_daemon.worker.resolve import pooling_support
 from worker_host.draft_counts import DraftCounts
@@ -83,7 +85,8 @@ class Serving:
             adapters=model.adapters,
             processors=model.processors,
             find_upload=find_upload,
-            make_drafter=_drafters(opened, model, limits, kv.drafts),
+            make_drafter=_drafters(opened, model, limits, kv.further),
+            routing=_routing(opened, model, kv.further),
         )
         self.runner = assemble_runner(self._parts, opened.link, limits, kv.layers)
         self._graphs = StepGraphs()
@@ -292,11 +295,30 @@ def _too_large_graphs(error: Exception) -> CapacityError | None:
     return CapacityError(f"the graphs do not fit: {error}", fix=fix)
 
 
+def _routing(
+    opened: OpenedDevice, model: LoadedModel, further: Sequence[Tensor]
+) -> StageRouting | None:
+    """Return what the stage keeps of tokens' experts. further: KVMemory.further."""
+    shape, decoder = model.resolved.routed_experts, model.resolved.decoder
+    if shape is None:
+        return None
+    layers = stage_layers(decoder, opened.place)
+    has_experts = [each is not None for each in decoder.layer_experts]
+    return StageRouting(
+        shape,
+        num_before=sum(has_experts[: layers.start]),
+        num_here=sum(has_experts[layers.start : layers.stop]),
+        pages=further[-1] if further and model.stage.is_last else None,
+    )
+
+
 def _drafters(
-    opened: OpenedDevice, model: LoadedModel, limits: StepLimits, pages: Sequence[Tensor]
+    opened: OpenedDevice, model: LoadedModel, limits: StepLimits, further: Sequence[Tensor]
 ) -> MakeDrafter:
-    """Return what makes the last stage's drafter. pages: those of a draft model's layers."""
+    """Return what makes the last stage's drafter. further: KVMemory.further, which begins with the
+    pages of a draft model's layers."""
     speculative, place = model.config.speculative, opened.place
+    pages = further[: len(draft_layers(model.local_draft))]
     bounds = DraftLimits(
         limits.max_num_seqs, limits.max_model_len, speculative.num_speculative_tokens
     )
@@ -331,4 +353,5 @@ def _limits(model: LoadedModel, plan: KVCacheConfig) -> StepLimits:
         max_samples_per_seq=scheduler.max_samples_per_seq,
         max_drafts=model.config.speculative.num_speculative_tokens,
         makes_drafts=model.config.speculative.on_device,
+        routed_experts=model.resolved.routed_experts,
     )

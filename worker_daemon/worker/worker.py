@@ -310,6 +310,7 @@ class Worker:
             generates=decoder.generates,
             pooling=pooling_support(decoder),
             checkpoint_changed=checkpoint_changed(model, self._roots),
+            routed_experts=model.resolved.routed_experts,
         )
 
     # Weights.

@@ -163,6 +163,9 @@ def build_run_options(
     enable_expert_parallel: Annotated[
         bool, typer.Option(help="Give each tensor-parallel rank whole experts.")
     ] = False,
+    enable_return_routed_experts: Annotated[
+        bool, typer.Option(help="Keep the experts of tokens, for requests that ask for them.")
+    ] = False,
     hf_overrides: Annotated[
         str,
         typer.Option(
@@ -313,6 +316,7 @@ def build_run_options(
             load_format=one_of("load_format", load_format, LoadFormat),
             max_model_len=None if is_fitted else max_model_len,
             enable_expert_parallel=enable_expert_parallel,
+            enable_return_routed_experts=enable_return_routed_experts,
             seed=seed or 0,
             enable_sleep_mode=enable_sleep_mode,
             hf_overrides=hf_overrides,

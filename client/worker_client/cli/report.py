@@ -66,6 +66,8 @@ def output_line(
         line["logprobs"] = [_logprobs(entry_) for entry_ in output.logprobs]
     if output.full_logprobs is not None:
         line["full_logprobs"] = [both._asdict() for both in output.full_logprobs]
+    if output.routed_experts is not None:
+        line["routed_experts"] = output.routed_experts.tolist()
     if output.token_id_logprobs is not None:
         line["token_id_logprobs"] = [own.tolist() for own in output.token_id_logprobs]
     if output.prompt_logprobs is not None:

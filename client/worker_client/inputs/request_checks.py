@@ -311,6 +311,9 @@ def _check_objects(request: GenerationRequest) -> None:
     if features:
         _check_extensions(features, len(request.prompt))
     if request.pooling is not None:
+        if request.routed_experts:
+            fix, message = "leave it out, or leave pooling out", "a request that pools reports none"
+            raise RequestError(message, field="routed_experts", value=True, fix=fix)
         _check_struct("pooling", request.pooling, PoolingParams, len(request.prompt))
         _check_pooling(request.sampling)
     if request.prompt_embeds is not None or request.prompt_embeds_at:
@@ -337,6 +340,8 @@ def feature_error(fault: ExtensionFault, field: str = "") -> RequestError:
         message = f"{fault.field}: {message}"
     elif name in SamplingParams.__struct_fields__:
         field = SAMPLING + name
+    elif name in FACT_TYPES:
+        field = name
     return RequestError(message, field=field or fault.field, value=fault.value, fix=fault.fix)
 
 

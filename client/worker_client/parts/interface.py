@@ -38,6 +38,8 @@ class ModelBounds:
     """Length of the request's prompt, for parts that ask for it (RequestPart.judges_prompt)."""
     max_samples_per_seq: int = MAX_SAMPLES_PER_SEQ
     """Most samples of a request in a step."""
+    keeps_experts: bool = True
+    """Requests may ask for the experts of their tokens; True too if it is not known."""
 
     def of_prompt(self, num_tokens: int) -> "ModelBounds":
         """Return the bounds on a request with a prompt of so many tokens."""

@@ -20,6 +20,7 @@ from worker_client.parts.logprobs import (
 from worker_client.parts.lora import LoraRequestPart
 from worker_client.parts.pooling import PoolingRequestPart
 from worker_client.parts.prompt_embeds import PromptEmbedsRequestPart
+from worker_client.parts.routed_experts import RoutedExpertsRequestPart
 from worker_client.parts.sampling import (
     LogitsProcessorsRequestPart,
     RandomSamplingRequestPart,
@@ -53,6 +54,7 @@ PARTS: Final[tuple[RequestPart, ...]] = (
     PenaltiesRequestPart(),
     LogitsProcessorsRequestPart(),
     PromptEmbedsRequestPart(),
+    RoutedExpertsRequestPart(),
 )
 
 _OF_REQUEST: Final[Mapping[type, RequestPart]] = MappingProxyType(

@@ -7,6 +7,7 @@ step_budget.py     bounds the prompt tokens of a step by a target for inter-toke
 request_queues.py  waiting and running requests
 decode_groups.py   requests that decode together, so that stages work on different ones
 request.py         one request: its counts, its end, its start or adoption
+experts_record.py  experts of a request's tokens
 request_blocks.py  blocks held by requests, and the prefix cache; built on block_pool.py
 adapter_versions.py  weights of LoRA adapters, which updates change
 """

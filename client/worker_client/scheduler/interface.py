@@ -9,6 +9,7 @@ from typing import Final, NamedTuple, Protocol, runtime_checkable
 from rpc_schema.config import MAX_SAMPLES_PER_SEQ, SpeculativeConfig, WorkerConfig
 from rpc_schema.kv_cache import BlockGroup, block_groups, border_tokens, longest_request
 from rpc_schema.pooling import PoolingSupport
+from rpc_schema.routed_experts import RoutedExpertsShape
 from worker_client.group.loading import LoadedGroup
 from worker_client.group.loras import GroupAdapter
 from worker_client.group.running import RunningRequests
@@ -225,6 +226,8 @@ class SchedulerLimits:
     """Tokens behind a step's drafts that a draft model computes at its end."""
     max_itl_ms: float | None = None
     """Target for the time between two tokens of a request, in milliseconds; None: no target."""
+    routed_experts: RoutedExpertsShape | None = None
+    """Sizes of the experts that requests may ask for; None: they may not."""
 
     @cached_property
     def bounds(self) -> ModelBounds:
@@ -237,7 +240,13 @@ class SchedulerLimits:
             logits_processors=self.logits_processors,
             hidden_size=self.hidden_size,
             max_samples_per_seq=self.max_samples_per_seq,
+            keeps_experts=self.routed_experts is not None,
         )
+
+    @property
+    def max_cached_experts(self) -> int:
+        """Most cached tokens whose experts a step's reply may report."""
+        return 0 if self.routed_experts is None else self.routed_experts.max_positions
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
@@ -300,6 +309,7 @@ def scheduler_limits(
         makes_drafts=config.speculative.on_device,
         num_lookahead_tokens=_lookahead(config.speculative),
         max_itl_ms=max_itl_ms,
+        routed_experts=model.metadata.routed_experts,
     )
 
 

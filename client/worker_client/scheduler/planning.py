@@ -67,6 +67,8 @@ class Step:
         self._num_admitted_tokens = 0
         self._num_admitted_bytes = 0
         self._num_output_bytes = 0
+        self._num_cached_experts = 0
+        """Cached tokens whose experts the step's reply reports."""
         """Bytes of the outputs that the step completes."""
         support = limits.pooling
         self._whole_prompts = support is not None and support.whole_prompts
@@ -223,7 +225,10 @@ class Step:
                 and self._fits_output(request, request.num_computed + count)
                 and (
                     not request.needs_admission
-                    or self._fits_in_message(request, self._num_bytes(request))
+                    or (
+                        self._fits_in_message(request, self._num_bytes(request))
+                        and self._fits_experts(request, begin)
+                    )
                 )
                 and self._extend(request, count)
             ):
@@ -244,9 +249,10 @@ class Step:
             if request.extensions and not self._may_start(request):
                 return
             prefix = self._blocks.find_prefix(request)
-            if not self._blocks.can_hold(request, prefix):
-                return
             num_cached = self._blocks.num_cached(prefix)
+            fits = self._fits_experts(request, num_cached)
+            if not (fits and self._blocks.can_hold(request, prefix)):
+                return
             count = min(request.num_tokens - num_cached, self._num_open(num_cached))
             is_cut = num_cached + count < request.num_tokens
             if not self._has_room(count, chunk) or (is_cut and self._is_nearly_full()):
@@ -328,7 +334,18 @@ class Step:
         num_tokens = max(len(request.tokens), min(num_tokens, request.most_computed))
         return request.admission_bytes(num_tokens, self._limits.block_groups)
 
+    def _fits_experts(self, request: Request, num_cached: int) -> bool:
+        """Return True if the step's reply has room for the experts of a request's cached tokens, as
+        far as they are not known. One request's always fit (Request.most_cached)."""
+        if request.experts is None:
+            return True
+        count = max(0, num_cached - request.num_known_experts)
+        return self._num_cached_experts + count <= self._limits.max_cached_experts
+
     def _add_admission(self, request: Request, num_bytes: int) -> None:
+        if request.experts is not None:
+            count = request.num_computed - request.num_known_experts
+            self._num_cached_experts += max(0, count)
         self.new.append(request)
         self._num_admitted_tokens += len(request.tokens)
         self._num_admitted_bytes += num_bytes

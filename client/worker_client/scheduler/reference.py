@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from rpc_schema.extensions import extension_of
 from rpc_schema.lora_request import LoraRequest
 from rpc_schema.pooling import PoolingParams
+from rpc_schema.routed_experts import RoutedExperts
 from rpc_schema.sampling import PromptLogprobs, TraceLogprobs
 from rpc_schema.step import NO_TOKEN
 from worker_client.group.adoption import AdoptedRequest
@@ -36,11 +37,12 @@ from worker_client.scheduler.interface import (
     SchedulerLimits,
 )
 from worker_client.scheduler.planning import Step
-from worker_client.scheduler.request import Request, adopted_request, new_request
+from worker_client.scheduler.request import Reported, Request, adopted_request, new_request
 from worker_client.scheduler.request_blocks import CachedChanges, RequestBlocks
 from worker_client.scheduler.request_queues import RequestQueues, Urgency, by_priority
 from worker_client.scheduler.step_budget import Clock, StepBudget
 from worker_client.scheduler_output import (
+    ExpertsChunk,
     PromptChunk,
     SampledToken,
     SchedulerOutput,
@@ -219,14 +221,15 @@ class Scheduler:
         """Return what an unfinished request reports on its tokens from number `first` on, and on
         its prompt."""
         request = self._queues.unfinished.get(req_id)
-        reported = None if request is None else request.reported
-        if reported is None:
+        if request is None:
             return Reports(None, None)
+        reported = request.reported or Reported()
         own, full = reported.logprobs, reported.full_logprobs
         return Reports(
             None if own is None else own[first:],
             reported.prompt_logprobs,
             None if full is None else full[first:],
+            request.known_experts,
         )
 
     def has_unfinished_requests(self) -> bool:
@@ -329,6 +332,7 @@ class Scheduler:
         if result.reports:
             self._take_prompts(result.reports.get(PromptLogprobs, {}))
             self._take_traces(result.reports.get(TraceLogprobs, {}))
+            self._take_experts(result.reports.get(RoutedExperts, {}))
         if result.refused or result.drafts:
             self._take_refusals(result)
         gained = {req_id: iter(own) for req_id, own in result.gained.items()}
@@ -442,6 +446,12 @@ class Scheduler:
             request = self._queues.unfinished.get(req_id)
             if request is not None and request.reported is not None:
                 request.reported.take_trace(chunk, request.num_prompt_tokens)
+
+    def _take_experts(self, chunks: Mapping[str, Sequence[ExpertsChunk]]) -> None:
+        for req_id, own in chunks.items():
+            request = self._queues.unfinished.get(req_id)
+            if request is not None and request.experts is not None:
+                request.experts.take(own)
 
     def _take_outputs(self, pooled: Mapping[str, NDArray[np.float32]]) -> list[RequestOutput]:
         ended = (

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from rpc_schema.extensions import extension_of
 from rpc_schema.kv_cache import NUM_NULL_BLOCKS, BlockGroup, blocks_for
 from rpc_schema.pooling import PoolingParams, pooled_bytes
+from rpc_schema.routed_experts import RoutedExpertsWanted
 from rpc_schema.sampling import (
     MAX_PROMPT_LOGPROBS_TOKENS,
     FullLogprobs,
@@ -45,9 +46,11 @@ from worker_client.requests import (
     seeded,
 )
 from worker_client.scheduler.acceptance import Acceptance
+from worker_client.scheduler.experts_record import ExpertsRecord
 from worker_client.scheduler.interface import SchedulerLimits
 from worker_client.scheduler_output import (
     DraftOutcome,
+    Experts,
     FullLogprob,
     Logprobs,
     NewRequest,
@@ -288,6 +291,8 @@ class Request:
     blocks: HeldBlocks = field(default_factory=HeldBlocks)
     reported: Reported | None = None
     """None if it reports nothing."""
+    experts: ExpertsRecord | None = None
+    """None if it did not ask for the experts of its tokens."""
     num_brought: int = 0
     """Output tokens that it has brought, all of which are reported."""
     closing: int | None = None
@@ -308,6 +313,8 @@ class Request:
         self.traits = Traits.of(self.extensions, self.sample)
         self.reported = Reported.of(self.extensions, self.num_prompt_tokens)
         self.blocks.root = prefix_root(self.extensions)
+        if extension_of(self.extensions, RoutedExpertsWanted) is not None:
+            self.experts = ExpertsRecord()
         trace = extension_of(self.extensions, TraceWanted)
         if trace is not None:
             self.num_brought = trace.num_tokens
@@ -318,8 +325,10 @@ class Request:
     @property
     def most_cached(self) -> int:
         """Most of its tokens whose KV it may find in the cache: what a trace still has to report is
-        computed."""
+        computed, and experts that do not fit into a reply."""
         most = len(self.tokens) - 1
+        if self.experts is not None:
+            most = min(most, self.num_known_experts + self.experts.max_cached)
         return (
             min(most, self.num_prompt_tokens + self.num_reported - 1) if self.is_tracing else most
         )
@@ -543,9 +552,25 @@ class Request:
             num_computed_tokens=self.num_computed,
             block_ids=by_group[0].copy(),
             more_block_ids=[own.copy() for own in by_group[1:]] if len(by_group) > 1 else (),
-            extensions=self.extensions,
+            extensions=self.extensions if self.experts is None else self._going_on(),
             note=msgspec.msgpack.encode(note),
         )
+
+    def _going_on(self) -> Extensions:
+        """Return its extensions for an admission: the experts that are known need not be reported
+        again."""
+        wanted = RoutedExpertsWanted(first=self.num_known_experts)
+        return tuple(wanted if type(e) is RoutedExpertsWanted else e for e in self.extensions)
+
+    @property
+    def num_known_experts(self) -> int:
+        """Number of its leading tokens whose experts are known, without refused drafts."""
+        return 0 if self.experts is None else min(self.experts.num_known, len(self.tokens) - 1)
+
+    @property
+    def known_experts(self) -> Experts | None:
+        """The experts of its tokens, as far as they are known: a view; None if there are none."""
+        return None if self.experts is None else self.experts.first(self.num_known_experts)
 
     def output(
         self,
@@ -559,7 +584,7 @@ class Request:
         self.stamp(sampled_by)
         if pooled is not None:
             self.weights_versions = (VersionRun(sampled_by, 0, self.adapter_version),)
-        reported = self.reported or Reported()
+        reported, experts = self.reported or Reported(), self.known_experts
         return RequestOutput(
             req_id=self.id,
             token_ids=self.tokens[self.num_prompt_tokens :].tolist(),
@@ -571,6 +596,7 @@ class Request:
             token_id_logprobs=reported.token_id_logprobs,
             prompt_logprobs=reported.prompt_logprobs,
             full_logprobs=reported.full_logprobs,
+            routed_experts=None if experts is None else experts.copy(),
             pooled=pooled,
             text=self.stopped_text if reason == "stop" else None,
             index=self.sample.place,
@@ -779,6 +805,8 @@ def _note_limits(made: Request, limits: SchedulerLimits) -> None:
     """Note what a group's limits mean for a request's steps."""
     if not limits.makes_drafts and made.traits.may_draft:
         made.traits = msgspec.structs.replace(made.traits, may_draft=False)
+    if made.experts is not None:
+        made.experts.max_cached = limits.max_cached_experts
     if made.pools:
         _note_pooling(made, limits)
 

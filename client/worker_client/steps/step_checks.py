@@ -93,6 +93,8 @@ class GroupLimits:
     max_samples_per_seq: int = MAX_SAMPLES_PER_SEQ
     num_speculative_tokens: int = MAX_DRAFTS
     """Most drafts of a request in a step; 0: steps have none."""
+    keeps_experts: bool = True
+    """Requests may ask for the experts of their tokens; True too if it is not known."""
 
     @cached_property
     def bounds(self) -> ModelBounds:
@@ -104,6 +106,7 @@ class GroupLimits:
             logits_processors=self.logits_processors,
             hidden_size=self.hidden_size,
             max_samples_per_seq=self.max_samples_per_seq,
+            keeps_experts=self.keeps_experts,
         )
 
     @cached_property

@@ -30,10 +30,12 @@ from worker_daemon.runner.parts.pooling import PoolingPart
 from worker_daemon.runner.parts.prompt_embeds import PromptEmbedsPart
 from worker_daemon.runner.parts.prompt_logprobs import PromptLogprobsPart
 from worker_daemon.runner.parts.random_sampling import RandomSamplingPart
+from worker_daemon.runner.parts.routed_experts import RoutedExpertsPart
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.parts.stop_tokens import StopTokensPart
 from worker_daemon.runner.parts.token_logprobs import TokenLogprobsPart
 from worker_daemon.runner.parts.trace_logprobs import TraceLogprobsPart
+from worker_daemon.runner.routed_experts import KeptExperts
 from worker_daemon.runner.scheduled_step import StepLimits
 
 PARTS: Final[tuple[type[StepPart], ...]] = (
@@ -52,6 +54,7 @@ PARTS: Final[tuple[type[StepPart], ...]] = (
     StopTokensPart,
     PenaltiesPart,
     PoolingPart,
+    RoutedExpertsPart,
     RandomSamplingPart,  # the part that chooses the tokens
 )
 
@@ -77,6 +80,7 @@ def make_parts(
     processors: Mapping[str, MakeLogitsProcessor] | None = None,
     dtype: torch.dtype = torch.float32,
     find_upload: FindUpload = no_uploads,
+    kept_experts: KeptExperts | None = None,
 ) -> StepParts:
     """Return the parts of one runner. adapters: those of its model, if it has any."""
     context = PartContext(
@@ -91,6 +95,7 @@ def make_parts(
         processors=processors or {},
         dtype=dtype,
         find_upload=find_upload,
+        kept_experts=kept_experts,
     )
     *parts, chooser = [part(context) for part in PARTS if part.serves(context)]
     assert isinstance(chooser, RandomSamplingPart)

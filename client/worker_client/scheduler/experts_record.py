@@ -1,0 +1,51 @@
+"""The experts of a request's tokens, as far as its steps have reported them.
+
+Shapes: P positions, L layers with experts, K experts of a token.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from worker_client.scheduler_output import Experts, ExpertsChunk
+
+_LEAST_ROOM: Final = 64
+
+
+class ExpertsRecord:
+    """Owned by a request. Chunks come in the order of the steps. One that repeats positions, as
+    after a preemption or behind refused drafts, replaces what was there."""
+
+    def __init__(self) -> None:
+        self._experts: Experts | None = None
+        """[room, L, K]"""
+        self.max_cached = 0
+        """Most cached tokens that its admission may report."""
+        self.num_known = 0
+        """Leading positions that are known, those of drafts included."""
+
+    def take(self, chunks: Sequence[ExpertsChunk]) -> None:
+        """Note the chunks of a step. A chunk behind a gap is dropped: it is of a row that was given
+        up."""
+        for first, experts in chunks:
+            if first > self.num_known:
+                continue
+            end = first + len(experts)
+            self._room(end, experts)[first:end] = experts
+            self.num_known = max(self.num_known, end)
+
+    def first(self, count: int) -> Experts | None:
+        """Return those of the first `count` positions, which are known: a view, [P, L, K]; None
+        before anything was reported."""
+        return None if self._experts is None else self._experts[:count]
+
+    def _room(self, end: int, like: Experts) -> Experts:
+        experts = self._experts
+        if experts is None or end > len(experts):
+            room = max(_LEAST_ROOM, end, 0 if experts is None else 2 * len(experts))
+            grown = np.zeros((room, *like.shape[1:]), like.dtype)
+            if experts is not None:
+                grown[: self.num_known] = experts[: self.num_known]
+            self._experts = experts = grown
+        return experts

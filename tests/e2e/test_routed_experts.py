@@ -1,0 +1,219 @@
+"""The experts of requests' tokens: those of transformers' routers, for all positions, however the
+model is split and whatever happens to the requests. The same tokens as without."""
+
+import asyncio
+import contextlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rpc_schema.errors import ConfigError
+from rpc_schema.pooling import PoolingParams
+from rpc_schema.routed_experts import MAX_REPORTED_BYTES, RoutedExpertsShape
+from tests.support.checkpoints import VOCAB_SIZE, prompts
+from tests.support.chosen_experts import assert_experts
+from tests.support.exhaustive import exhaustively
+from tests.support.serving import LONG_LEASE, generate, scheduler_limits, worker_config
+from worker_client.async_driver import AsyncDriver
+from worker_client.driver import Driver
+from worker_client.errors import RequestError
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler import Scheduler
+from worker_client.worker_group import WorkerGroup
+
+FIELDS = {
+    "Qwen2MoeForCausalLM": {"num_experts": 5, "num_hidden_layers": 4, "mlp_only_layers": [1]},
+    "Qwen3MoeForCausalLM": {"num_experts": 6, "num_hidden_layers": 3},
+    "MixtralForCausalLM": {"num_local_experts": 4, "num_hidden_layers": 2},
+    "GptOssForCausalLM": {"num_local_experts": 4, "num_hidden_layers": 2},
+}
+MAX_TOKENS = 12
+SIZES = {
+    "block_size": 4,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 24,
+    "max_model_len": 90,
+    "enable_return_routed_experts": True,
+}
+
+
+@pytest.fixture
+def rng():
+    seed = int(np.random.default_rng().integers(1 << 30))
+    print("seed", seed)
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return checkpoint("Qwen2MoeForCausalLM", seed=211, **FIELDS["Qwen2MoeForCausalLM"])
+
+
+def requests_of(rng, count=9, stem=17):
+    """Requests of which most ask. Half of them begin with the same tokens."""
+    first = rng.integers(0, VOCAB_SIZE, stem).tolist()
+    own = prompts(int(rng.integers(1 << 30)), rng.integers(2, 30, count).tolist())
+    return [
+        GenerationRequest(
+            f"r{index}",
+            [*first, *prompt] if index % 2 else prompt,
+            MAX_TOKENS,
+            routed_experts=index != 2,
+        )
+        for index, prompt in enumerate(own)
+    ]
+
+
+def assert_all(model, requests, outputs):
+    for request in requests:
+        output = outputs[request.id]
+        assert output.finish_reason in ("length", "stop"), output.error
+        if request.routed_experts:
+            tokens = [*request.prompt, *output.token_ids]
+            assert_experts(model.model, tokens, output.routed_experts)
+        else:
+            assert output.routed_experts is None
+
+
+@pytest.mark.usefixtures("each_drafter")
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), exhaustively((1, 2)), exhaustively((2, 2))])
+def test_all_positions_have_those_of_transformers(serve, model, rng, shape):
+    """In chunks of prompts, with cached prefixes, and after preemptions."""
+    requests = requests_of(rng)
+    with serve(model.path, *shape, num_gpu_blocks=200, **SIZES) as (group, loaded):
+        first = generate(group, loaded, requests)
+        again = generate(group, loaded, requests, num_blocks=28)
+    assert_all(model, requests, first.outputs)
+    assert_all(model, requests, again.outputs)
+    assert sum(output.num_cached_tokens for output in first.outputs.values()) > 0
+    assert sum(output.num_preemptions for output in again.outputs.values()) > 0
+
+
+@pytest.mark.parametrize("architecture", list(FIELDS))
+def test_each_family_reports_its_routers_choices(serve, checkpoint, rng, architecture):
+    """Expert parallelism divides the experts, not the routing."""
+    model = checkpoint(architecture, seed=212, **FIELDS[architecture])
+    requests = requests_of(rng, 4)
+    with serve(model.path, 1, 2, enable_expert_parallel=True, **SIZES) as (group, loaded):
+        assert_all(model, requests, generate(group, loaded, requests).outputs)
+
+
+def driver_of(group, loaded, **options):
+    scheduler = Scheduler(scheduler_limits(group, loaded))
+    return scheduler, Driver(group, scheduler, **options)
+
+
+def test_next_driver_gets_those_of_all_positions(serve, model, rng):
+    """From the blocks: nothing is computed again."""
+    requests = requests_of(rng, 5)
+    config = worker_config(model.path, 2, **SIZES)
+    with serve(model.path, 2, **SIZES) as (group, loaded):
+        endpoints = [status.endpoint for status in group.get_status()]
+        _, driver = driver_of(group, loaded)
+        for request in requests:
+            driver.add_request(request)
+        ended = [output for _ in range(8) for output in driver.step()]
+        with WorkerGroup(endpoints, config.parallel, lease=LONG_LEASE) as successor:
+            successor.attach(force=True, keep_requests=True)
+            assert successor.prepare(config, num_gpu_blocks=256).was_loaded
+            scheduler, driver = driver_of(successor, loaded)
+            adopted, _ = driver.claim(successor.adopt_requests())
+            num_known = sum(each.num_computed_tokens for each in adopted)
+            assert num_known > 0
+            ended += scheduler.adopt_requests(adopted)
+            known = {each.req_id for each in adopted} | {output.req_id for output in ended}
+            for request in requests:
+                if request.id not in known:
+                    driver.add_request(request)
+            outputs = {output.req_id: output for output in [*ended, *driver.run()]}
+    assert_all(model, requests, outputs)
+
+
+def test_rank_that_dies_costs_no_position(serve, daemons, model, rng):
+    requests = requests_of(rng, 5)
+    with serve(model.path, 2, **SIZES) as (group, loaded):
+
+        def recover(died):
+            daemons.restart_dead()
+            group.replace(died.rank)
+
+        _, driver = driver_of(group, loaded, recover=recover)
+        for request in requests:
+            driver.add_request(request)
+        ended = [output for _ in range(int(rng.integers(4, 10))) for output in driver.step()]
+        daemons.kill(int(rng.integers(2)))
+        outputs = {output.req_id: output for output in [*ended, *driver.run()]}
+    assert_all(model, requests, outputs)
+
+
+def test_replies_have_room_for_the_cached_tokens_of_a_step(serve, model, rng):
+    """Others wait for the next step."""
+    text = rng.integers(0, VOCAB_SIZE, 60).tolist()
+    ask = {"max_tokens": 4, "routed_experts": True}
+    requests = [GenerationRequest(f"r{index}", [*text, index], **ask) for index in range(6)]
+    most = 90
+    shape = RoutedExpertsShape(num_layers=MAX_REPORTED_BYTES // 2 // most, top_k=2, num_experts=5)
+    assert shape.max_positions == most
+    with serve(model.path, **SIZES) as (group, loaded):
+        steps, execute = [], group.execute_model
+
+        def note(output):
+            steps.append([new.num_computed_tokens for new in output.scheduled_new_reqs])
+            return execute(output)
+
+        group.execute_model = note
+        scheduler = Scheduler(scheduler_limits(group, loaded, routed_experts=shape))
+        driver = Driver(group, scheduler)
+        driver.add_request(GenerationRequest("warm", text, 2))
+        warm = {output.req_id: output for output in driver.run()}
+        assert warm["warm"].routed_experts is None
+        for request in requests:
+            driver.add_request(request)
+        outputs = {output.req_id: output for output in driver.run()}
+    assert_all(model, requests, outputs)
+    assert max(map(sum, steps)) <= most
+    assert sum(map(sum, steps)) >= 6 * 60
+
+
+def test_streams_bring_each_position_once(serve, model, rng):
+    requests = requests_of(rng, 4)
+
+    async def streamed(driver, request):
+        chunks, output = [], None
+        async for progress in driver.generate(request):
+            reports, output = progress.reports, progress.output
+            if reports is not None and reports.routed_experts is not None:
+                chunks.append(reports.routed_experts)
+        return output, chunks
+
+    async def all_of(driver):
+        async with AsyncDriver(lambda: contextlib.nullcontext(driver)) as stream:
+            return await asyncio.gather(*(streamed(stream, request) for request in requests))
+
+    with serve(model.path, **SIZES) as (group, loaded):
+        found = asyncio.run(all_of(driver_of(group, loaded)[1]))
+    assert_all(model, requests, {output.req_id: output for output, _ in found})
+    for output, chunks in found:
+        if output.routed_experts is not None:
+            assert len(chunks) > 2
+            np.testing.assert_array_equal(np.concatenate(chunks), output.routed_experts)
+
+
+def test_what_cannot_be_reported_is_refused(serve, model, checkpoint):
+    asks = GenerationRequest("a", [1, 2, 3], routed_experts=True)
+    with serve(model.path) as (group, loaded), pytest.raises(RequestError) as caught:
+        generate(group, loaded, [asks])
+    assert caught.value.field == "routed_experts"
+    with serve(model.path, **SIZES) as (group, loaded):
+        pools = replace(asks, pooling=PoolingParams(task="embed"))
+        with pytest.raises(RequestError) as caught:
+            generate(group, loaded, [pools])
+    assert caught.value.field == "routed_experts"
+    dense = checkpoint("Qwen2ForCausalLM", seed=31)
+    with (
+        pytest.raises(ConfigError, match="has no experts") as refused,
+        serve(dense.path, enable_return_routed_experts=True),
+    ):
+        pass
+    assert refused.value.field == "enable_return_routed_experts"
