@@ -24,6 +24,7 @@ from torch import Tensor
 
 from benchmarks.structured import SCHEMA, any_token, await_masks, begun, make_model
 from rpc_schema.codec import decode_step, encode_step
+from rpc_schema.sampling import GrammarMasks
 from rpc_schema.step import SampleTokens
 from rpc_schema.structured import StructuredOutput
 from worker_client.steps.masks import StepMasks
@@ -87,7 +88,9 @@ def receive(endpoint: str, num_rows: int, num_steps: int, results: Connection) -
             frames = [frame.buffer for frame in socket.recv_multipart(copy=False)[1:]]
             message = decode_step(frames)
             assert isinstance(message, SampleTokens)
-            brought = part.check_step(message.extensions[0], frames[1:], limits)
+            masks = message.extensions[0]
+            assert isinstance(masks, GrammarMasks)
+            brought = part.check_step(masks, frames[1:], limits)
             part.adjust_logits(logits, rows, brought)
             results.send(time.process_time() - began)
 

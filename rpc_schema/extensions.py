@@ -15,7 +15,12 @@ from rpc_schema.base import Extension
 from rpc_schema.lora_request import LoraRequest
 from rpc_schema.pooling import PooledOutputs, PoolingParams
 from rpc_schema.prompt_embeds import PromptEmbeds
-from rpc_schema.routed_experts import RoutedExperts, RoutedExpertsWanted
+from rpc_schema.routed_experts import (
+    ReplayedExperts,
+    ReplayExperts,
+    RoutedExperts,
+    RoutedExpertsWanted,
+)
 from rpc_schema.sampling import (
     FullLogprobs,
     FullLogprobsWanted,
@@ -50,10 +55,11 @@ RequestExtension: TypeAlias = (
     | PromptEmbeds
     | PoolingParams
     | RoutedExpertsWanted
+    | ReplayExperts
 )
 """Extension of a request, from its admission on."""
 
-StepExtension: TypeAlias = GrammarMasks
+StepExtension: TypeAlias = GrammarMasks | ReplayedExperts
 """Extension of one step, or of the sampling of one."""
 
 ReplyExtension: TypeAlias = (

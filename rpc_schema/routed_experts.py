@@ -1,11 +1,21 @@
-"""The experts to which a model's routers have sent the tokens of requests, which trainers ask
-for."""
+"""The experts to which a model's routers have sent the tokens of requests: reported, or brought
+by requests that replay them."""
 
 from typing import Annotated, Final
 
 from msgspec import Meta
 
-from rpc_schema.base import Count, Extension, FramedExtension, Name, Positive, RawInt32, Value
+from rpc_schema.base import (
+    ContentHash,
+    Count,
+    Extension,
+    FramedExtension,
+    Name,
+    Positive,
+    RawInt32,
+    Value,
+)
+from rpc_schema.token_rules import RuleFault
 
 MAX_REPORTED_BYTES: Final = 6 << 20
 """Bound on the experts that a reply reports of the tokens of its step, and on those of cached
@@ -63,3 +73,51 @@ class RoutedExperts(FramedExtension, frozen=True, tag=24, kw_only=True):
     @property
     def num_frames(self) -> int:
         return 2
+
+
+class ReplayExperts(Extension, frozen=True, tag=30, kw_only=True):
+    """A request brings the experts of its first tokens, in place of its routers' choice; weights
+    are computed from the routers' scores. Steps that compute such tokens bring their experts
+    (ReplayedExperts). Requests that replay share only blocks of the same tokens and experts."""
+
+    num_positions: Positive
+    num_layers: Positive
+    top_k: Positive
+    max_expert: Count
+    """Largest number among the experts."""
+    content_hash: ContentHash
+    """Name of the experts among others: their BLAKE2b as little-endian uint16."""
+
+
+class ReplayedExperts(FramedExtension, frozen=True, tag=2, kw_only=True):
+    """Experts of the tokens of a step that requests replay. One frame: uint8 or little-endian
+    uint16 [tokens, num_layers, top_k], one request after the other."""
+
+    req_ids: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=65535)]
+    """All requests of the step that compute tokens whose experts they replay, perhaps with those
+    of other replicas."""
+    counts: RawInt32
+    """Number of these tokens of each: its first ones in the step."""
+
+    @property
+    def num_frames(self) -> int:
+        return 1
+
+
+def replay_fault(
+    replay: ReplayExperts, shape: RoutedExpertsShape, num_tokens: int
+) -> RuleFault | None:
+    """Return the first fault of a request's experts; None if there is none. The same on both sides.
+    shape: the model's; num_tokens: those that the request brings."""
+    given = [replay.num_layers, replay.top_k]
+    wanted = [shape.num_layers, shape.top_k]
+    if given != wanted:
+        fix = f"give {wanted} experts of each token: [layers with experts, top_k]"
+        return RuleFault("replay_experts", given, fix)
+    if replay.max_expert >= shape.num_experts:
+        fix = f"give experts from 0 to {shape.num_experts - 1}"
+        return RuleFault("replay_experts", replay.max_expert, fix)
+    if replay.num_positions > num_tokens:
+        fix = f"give those of at most {num_tokens} tokens, which the request has"
+        return RuleFault("replay_experts", replay.num_positions, fix)
+    return None

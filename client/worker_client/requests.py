@@ -22,6 +22,7 @@ from rpc_schema.sampling import TraceWanted
 from worker_client.errors import RequestError
 from worker_client.inputs.host_tensor import HostTensor
 from worker_client.inputs.prompt_embeds import Embeddings, embeds_extension, host_tensor
+from worker_client.inputs.replayed_experts import replay_extension
 from worker_client.inputs.sampling_params import DEFAULT_SAMPLING, no_seed
 from worker_client.inputs.sampling_params import SamplingParams as SamplingParams
 from worker_client.scheduler_output import Experts, FullLogprob, Logprobs
@@ -69,6 +70,10 @@ class GenerationRequest:
     decoding would have reported. At most max_tokens; what is left of these is generated."""
     routed_experts: bool = False
     """Report the experts of its tokens (RequestOutput.routed_experts)."""
+    replay_experts: NDArray[Any] | None = None
+    """Experts that its first tokens take in place of their routers' choice: integers [positions,
+    layers with experts, top_k], as RequestOutput.routed_experts, of at most the tokens of `prompt`
+    and `output_token_ids`. Must not change before the request ends."""
     features: tuple[RequestExtension, ...] = ()
     """Extensions of features that have no field above."""
 
@@ -77,14 +82,17 @@ class GenerationRequest:
 
         Raises:
             RequestError: it samples and has no seed, which `seeded` would give it, its adapter has
-                no id, it has more stop tokens than a request may have, or its embeddings are
-                malformed.
+                no id, it has more stop tokens than a request may have, or its embeddings or experts
+                are malformed.
         """
         own: tuple[RequestExtension, ...] = self.sampling.extensions(eos_token_ids)
         if self.output_token_ids and self.sampling.full_logprobs:
             own = (*own, TraceWanted(num_tokens=len(self.output_token_ids)))
         if self.routed_experts:
             own = (*own, RoutedExpertsWanted())
+        if self.replay_experts is not None:
+            num_tokens = len(self.prompt) + len(self.output_token_ids)
+            own = (*own, replay_extension(self.replay_experts, num_tokens))
         if self.pooling is not None:
             own = (self.pooling,)
         if self.prompt_embeds is None and self.lora is None and not self.features:

@@ -18,7 +18,7 @@ from tests.support.serving import LONG_LEASE, generate, scheduler_limits, worker
 from worker_client.async_driver import AsyncDriver
 from worker_client.driver import Driver
 from worker_client.errors import RequestError
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler
 from worker_client.worker_group import WorkerGroup
 
@@ -29,6 +29,7 @@ FIELDS = {
     "GptOssForCausalLM": {"num_local_experts": 4, "num_hidden_layers": 2},
 }
 MAX_TOKENS = 12
+SAME = 1e-4
 SIZES = {
     "block_size": 4,
     "max_num_seqs": 6,
@@ -69,11 +70,13 @@ def assert_all(model, requests, outputs):
     for request in requests:
         output = outputs[request.id]
         assert output.finish_reason in ("length", "stop"), output.error
-        if request.routed_experts:
-            tokens = [*request.prompt, *output.token_ids]
-            assert_experts(model.model, tokens, output.routed_experts)
-        else:
+        if not request.routed_experts:
             assert output.routed_experts is None
+            continue
+        tokens, replayed = [*request.prompt, *output.token_ids], request.replay_experts
+        expected = assert_experts(model.model, tokens, output.routed_experts, replayed)
+        for place, found in enumerate(output.full_logprobs or (), len(request.prompt)):
+            assert abs(found.full - expected[place - 1, tokens[place]]) < SAME, (request.id, place)
 
 
 @pytest.mark.usefixtures("each_drafter")
@@ -83,7 +86,7 @@ def test_all_positions_have_those_of_transformers(serve, model, rng, shape):
     requests = requests_of(rng)
     with serve(model.path, *shape, num_gpu_blocks=200, **SIZES) as (group, loaded):
         first = generate(group, loaded, requests)
-        again = generate(group, loaded, requests, num_blocks=28)
+        again = generate(group, loaded, requests, num_blocks=24)
     assert_all(model, requests, first.outputs)
     assert_all(model, requests, again.outputs)
     assert sum(output.num_cached_tokens for output in first.outputs.values()) > 0
@@ -105,20 +108,23 @@ def driver_of(group, loaded, **options):
 
 
 def test_next_driver_gets_those_of_all_positions(serve, model, rng):
-    """From the blocks: nothing is computed again."""
+    """From the blocks: nothing is computed again. Those to replay are gone with their driver."""
     requests = requests_of(rng, 5)
+    first = GenerationRequest("replays", [1, 2, 3], 70, replay_experts=random_experts(rng, 3))
     config = worker_config(model.path, 2, **SIZES)
     with serve(model.path, 2, **SIZES) as (group, loaded):
         endpoints = [status.endpoint for status in group.get_status()]
         _, driver = driver_of(group, loaded)
-        for request in requests:
+        for request in (first, *requests):
             driver.add_request(request)
         ended = [output for _ in range(8) for output in driver.step()]
         with WorkerGroup(endpoints, config.parallel, lease=LONG_LEASE) as successor:
             successor.attach(force=True, keep_requests=True)
             assert successor.prepare(config, num_gpu_blocks=256).was_loaded
             scheduler, driver = driver_of(successor, loaded)
-            adopted, _ = driver.claim(successor.adopt_requests())
+            adopted, (lost,) = driver.claim(successor.adopt_requests())
+            assert (lost.req_id, lost.finish_reason) == ("replays", "error")
+            assert "send the request again" in lost.error
             num_known = sum(each.num_computed_tokens for each in adopted)
             assert num_known > 0
             ended += scheduler.adopt_requests(adopted)
@@ -200,6 +206,112 @@ def test_streams_bring_each_position_once(serve, model, rng):
             np.testing.assert_array_equal(np.concatenate(chunks), output.routed_experts)
 
 
+def replaying(rng, requests):
+    """The requests with eight tokens of their outputs, and random experts for a random number of
+    first tokens; one of them twice, and once more with other experts."""
+    tokens = rng.integers(0, VOCAB_SIZE, (len(requests), 8)).tolist()
+    made = []
+    for request, output in zip(requests, tokens, strict=True):
+        count = int(rng.integers(1, len(request.prompt) + 9))
+        made.append(
+            replace(
+                request,
+                max_tokens=8 + 20,
+                routed_experts=True,
+                output_token_ids=tuple(output),
+                sampling=SamplingParams(full_logprobs=True, ignore_eos=True),
+                replay_experts=random_experts(rng, count),
+            )
+        )
+    same = replace(made[1], id="same")
+    other = random_experts(rng, len(made[1].replay_experts))
+    return [*made, same, replace(same, id="other", replay_experts=other)]
+
+
+def random_experts(rng, count):
+    """Experts of Qwen2-MoE's three layers, no two of a token alike."""
+    return rng.permuted(np.tile(np.arange(5), (count, 3, 1)), axis=-1)[..., :2]
+
+
+@pytest.mark.usefixtures("each_drafter")
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2), exhaustively((2, 2))])
+def test_replayed_experts_are_those_of_transformers_forced_to_them(serve, model, rng, shape):
+    """With the log probabilities that follow; in chunks, from cached prefixes of the same experts,
+    and after preemptions."""
+    requests = replaying(rng, requests_of(rng, 6))
+    with serve(model.path, *shape, num_gpu_blocks=200, **SIZES) as (group, loaded):
+        first = generate(group, loaded, requests)
+        again = generate(group, loaded, requests[-2:])
+        full = generate(group, loaded, requests, num_blocks=22)
+    for outputs in (first.outputs, full.outputs, first.outputs | again.outputs):
+        assert_all(model, requests, outputs)
+    assert again.outputs["same"].num_cached_tokens > 0
+    assert first.outputs["other"].num_cached_tokens == 0
+    assert sum(output.num_preemptions for output in full.outputs.values()) > 0
+
+
+def test_a_replayed_run_is_the_same(serve, model, rng):
+    """Replay of what was reported changes nothing, and a rank that dies in between neither."""
+    requests = [
+        replace(r, routed_experts=True, sampling=SamplingParams(full_logprobs=True))
+        for r in requests_of(rng, 5)
+    ]
+    with serve(model.path, 2, **SIZES) as (group, loaded):
+        outputs = generate(group, loaded, requests).outputs
+        again = [
+            replace(
+                request,
+                output_token_ids=tuple(outputs[request.id].token_ids),
+                max_tokens=len(outputs[request.id].token_ids),
+                replay_experts=outputs[request.id].routed_experts,
+            )
+            for request in requests
+        ]
+        replayed = generate(group, loaded, again).outputs
+    for request in requests:
+        one, two = outputs[request.id], replayed[request.id]
+        np.testing.assert_array_equal(one.routed_experts, two.routed_experts)
+        np.testing.assert_allclose(one.full_logprobs, two.full_logprobs, atol=SAME)
+
+
+def test_replay_survives_a_rank(serve, daemons, model, rng):
+    requests = replaying(rng, requests_of(rng, 4))
+    with serve(model.path, 2, **SIZES) as (group, loaded):
+
+        def recover(died):
+            daemons.restart_dead()
+            group.replace(died.rank)
+
+        _, driver = driver_of(group, loaded, recover=recover)
+        for request in requests:
+            driver.add_request(request)
+        ended = [output for _ in range(int(rng.integers(2, 8))) for output in driver.step()]
+        daemons.kill(int(rng.integers(2)))
+        outputs = {output.req_id: output for output in [*ended, *driver.run()]}
+    assert_all(model, requests, outputs)
+
+
+def test_experts_that_cannot_be_replayed_are_refused(serve, model):
+    cases = [
+        (np.zeros((3, 2, 2), int), "[3, 2] experts of each token"),
+        (np.zeros((3, 3, 1), int), "[3, 2] experts of each token"),
+        (np.full((3, 3, 2), 5), "experts from 0 to 4"),
+        (np.full((3, 3, 2), -1), "from 0"),
+        (np.zeros((3, 3, 2)), "an array of integers"),
+        (np.zeros((3, 2), int), "an array of integers"),
+        (np.zeros((0, 3, 2), int), "1 to 3 tokens"),
+        (np.zeros((4, 3, 2), int), "1 to 3 tokens"),
+        ([[[0, 1]]], "an array of integers"),
+    ]
+    with serve(model.path, **SIZES) as (group, loaded):
+        for experts, fix in cases:
+            request = GenerationRequest("a", [1, 2, 3], replay_experts=experts)
+            with pytest.raises(RequestError) as caught:
+                generate(group, loaded, [request])
+            assert caught.value.field == "replay_experts"
+            assert fix in caught.value.fix
+
+
 def test_what_cannot_be_reported_is_refused(serve, model, checkpoint):
     asks = GenerationRequest("a", [1, 2, 3], routed_experts=True)
     with serve(model.path) as (group, loaded), pytest.raises(RequestError) as caught:
@@ -212,8 +324,7 @@ def test_what_cannot_be_reported_is_refused(serve, model, checkpoint):
     assert caught.value.field == "routed_experts"
     dense = checkpoint("Qwen2ForCausalLM", seed=31)
     with (
-        pytest.raises(ConfigError, match="has no experts") as refused,
+        pytest.raises(ConfigError, match="has no experts; field enable_return_routed_experts"),
         serve(dense.path, enable_return_routed_experts=True),
     ):
         pass
-    assert refused.value.field == "enable_return_routed_experts"

@@ -9,6 +9,7 @@ from tests.support.expert_checks import (
     check_loads,
     check_normed_routing,
     check_products,
+    check_replay,
     check_routing,
     check_unusual_scores,
     draw_matrices,
@@ -57,6 +58,12 @@ def test_routing(
     ops: TritonExperts, dtype: torch.dtype, shape: tuple[int, int], routing: Routing
 ) -> None:
     check_routing(ops, dtype, "cuda", shape, routing, num_tokens=max(1, shape[0] - 3))
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 128), (513, 60), (8192, 128)], ids=str)
+def test_replayed_experts(ops: TritonExperts, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    check_replay(ops, dtype, "cuda", shape, Routing(8, True, False), max(1, shape[0] - 3))
 
 
 @DTYPES

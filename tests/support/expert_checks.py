@@ -235,6 +235,42 @@ def check_loads(
         assert torch.equal(loads, expected)
 
 
+def check_replay(
+    ops: ExpertOps,
+    dtype: torch.dtype,
+    device: str,
+    shape: tuple[int, int],
+    routing: Routing,
+    num_tokens: int,
+) -> None:
+    """Check that every second token takes given experts, the worst ones, with the weights that
+    float64 gives them, that the others choose as ever, and that loads count both."""
+    num_experts, query_start_loc = shape[1], starts(num_tokens, device)
+    scores = torch.randn(shape, device=device).to(dtype)
+    replayed = scores.argsort(-1)[:, : routing.top_k].to(torch.int16)
+    replayed[1::2] = -1
+    replayed[num_tokens:] = -1
+    loads = torch.zeros(num_experts, dtype=torch.int64, device=device)
+    found = ops.route(scores, routing, query_start_loc, loads, replayed)
+    plain = ops.route(scores, routing, query_start_loc)
+    is_given = replayed[:, 0] >= 0
+    assert torch.equal(found.experts[is_given], replayed[is_given].int())
+    assert torch.equal(found.experts[~is_given], plain.experts[~is_given])
+    slack = 1e-6 + routing.rounds_weights * torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        found.weights[~is_given], plain.weights[~is_given], rtol=0.0, atol=slack
+    )
+    weights = scores.double().softmax(-1).gather(1, replayed.long().clamp(min=0))
+    if routing.renormalize:
+        weights /= weights.sum(-1, keepdim=True)
+    torch.testing.assert_close(
+        found.weights[is_given].double(), weights[is_given], rtol=0.0, atol=slack
+    )
+    chosen = found.experts[found.experts >= 0]
+    assert chosen.numel() == num_tokens * routing.top_k
+    assert torch.equal(loads, torch.bincount(chosen, minlength=num_experts))
+
+
 def check_unusual_scores(ops: ExpertOps, device: str, num_experts: int) -> None:
     """Check rows of NaN and infinity: experts that exist, no two alike, and weights that are NaN;
     other rows are unharmed."""

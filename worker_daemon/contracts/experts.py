@@ -29,6 +29,17 @@ class Routing:
     rounds_weights: bool
     """Round the weights to the model's dtype."""
 
+    def given_to(self, experts: Tensor, scores: Tensor) -> "RoutedTokens":
+        """Return given experts, int32 [N, K], with the weights that scores [N, E] give them. Those
+        of tokens with -1 are 0."""
+        chosen = experts.clamp(min=0).long()
+        weights = scores.float().softmax(-1).gather(1, chosen)
+        if self.renormalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if self.rounds_weights:
+            weights = weights.to(scores.dtype).float()
+        return RoutedTokens(experts, weights.masked_fill(experts < 0, 0.0))
+
 
 class RoutedTokens(NamedTuple):
     """The experts of each token."""
@@ -82,11 +93,13 @@ class ExpertOps(Protocol):
         routing: Routing,
         query_start_loc: Tensor,
         loads: Tensor | None = None,
+        replayed: Tensor | None = None,
     ) -> RoutedTokens:
         """Return the experts of each token: scores [N, E]. query_start_loc: int32 [B + 1], its last
         entry is the number of tokens that are not padding; padding has no experts. A row with a
         NaN has experts too, and weights that are NaN. loads: int64 [E], contiguous, to which the
-        tokens routed to each expert are added; None counts nothing."""
+        tokens routed to each expert are added; None counts nothing. replayed: int16 [N, K], experts
+        to take in place of the best ones; -1 in the rows of other tokens, and of padding."""
 
     def multiply(self, x: Tensor, routed: RoutedTokens, matrices: ExpertMatrices) -> Tensor:
         """Return each row's sum, over those of its experts that this rank has, of weight * down

@@ -193,6 +193,7 @@ class LayerOps(Protocol):
         routing: Routing,
         query_start_loc: Tensor,
         loads: Tensor | None,
+        replayed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, RoutedTokens]:
         """Return (x, s, experts.route(x router^T + bias, ...)) with x and s [N, H] of source, see
         computed: router [E, H], bias [E]; the rest as for ExpertOps.route. Scores are rounded to

@@ -66,9 +66,18 @@ class TritonExperts:
         routing: Routing,
         query_start_loc: torch.Tensor,
         loads: torch.Tensor | None = None,
+        replayed: torch.Tensor | None = None,
     ) -> RoutedTokens:
-        """scores [N, E], query_start_loc int32 [B + 1] -> experts and weights [N, K]."""
-        return route(scores, routing, query_start_loc, loads, pdl=self._pdl)
+        """scores [N, E], query_start_loc int32 [B + 1], replayed int16 [N, K] -> experts and
+        weights [N, K]. Replay is plain torch: few steps have some."""
+        if replayed is None:
+            return route(scores, routing, query_start_loc, loads, pdl=self._pdl)
+        chosen = route(scores, routing, query_start_loc, pdl=self._pdl).experts
+        experts = torch.where(replayed < 0, chosen, replayed.to(torch.int32))
+        if loads is not None:
+            flat = experts.flatten()
+            loads.scatter_add_(0, flat.clamp(min=0).long(), (flat >= 0).to(loads.dtype))
+        return routing.given_to(experts, scores)
 
     def route_row(
         self,

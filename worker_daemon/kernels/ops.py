@@ -108,14 +108,15 @@ class TritonOps:
         routing: Routing,
         query_start_loc: torch.Tensor,
         loads: torch.Tensor | None,
+        replayed: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, RoutedTokens]:
         """router [E, H], bias [E], loads int64 [E] -> norm and sum [N, H], and experts. The norm of
-        one row is part of one launch."""
-        if isinstance(source, NormedSum) and source.residual.shape[0] == 1:
+        one row is part of one launch, unless its experts are replayed."""
+        if replayed is None and isinstance(source, NormedSum) and source.residual.shape[0] == 1:
             return self.experts.route_row(source, router, bias, routing, query_start_loc, loads)
         x, total = computed(source, self)
         scores = self._thin.linear(x, router, bias)
-        return x, total, self.experts.route(scores, routing, query_start_loc, loads)
+        return x, total, self.experts.route(scores, routing, query_start_loc, loads, replayed)
 
     def sum_and_norm(self, source: NormedSum) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm and the sum, [N, H]."""

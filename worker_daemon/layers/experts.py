@@ -145,11 +145,19 @@ class _Experts:
             self._spec.routing,
             query_start_loc,
             None if self._load is None else self._load.counts,
+            self._replayed,
         )
         if self._chosen is not None:
             self._chosen.note(self._index, routed.experts)
         y = self._ops.experts.multiply(x, routed, self._matrices)
         return (y if self._shared is None else y + self._shared.forward(x)), total
+
+    @property
+    def _replayed(self) -> Tensor | None:
+        """Experts that the step's tokens must take, int16 [N, K]; None: the best ones."""
+        if self._chosen is None or self._chosen.replayed is None:
+            return None
+        return self._chosen.replayed[:, self._index]
 
     @property
     def _matrices(self) -> ExpertMatrices:

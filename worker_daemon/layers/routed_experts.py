@@ -13,6 +13,9 @@ class ChosenExperts:
 
     def __init__(self) -> None:
         self._chosen: list[Tensor | None] = []
+        self.replayed: Tensor | None = None
+        """int16 [N, L, K], the experts that tokens of the forward pass must take, -1 for tokens
+        that take the best ones; None: all do. Set for one forward pass."""
 
     def add(self) -> int:
         """Return the index of another layer with experts."""

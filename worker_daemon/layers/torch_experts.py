@@ -17,24 +17,20 @@ class TorchExperts:
         routing: Routing,
         query_start_loc: Tensor,
         loads: Tensor | None = None,
+        replayed: Tensor | None = None,
     ) -> RoutedTokens:
         """See ExpertOps."""
         # topk leaves the order of equal values open.
         ordered = scores.float().softmax(-1).sort(dim=-1, descending=True, stable=True)
-        weights = ordered.values[:, : routing.top_k]
-        if routing.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True)
-        if routing.rounds_weights:
-            weights = weights.to(scores.dtype).float()
+        experts = ordered.indices[:, : routing.top_k].to(torch.int32)
+        if replayed is not None:
+            experts = torch.where(replayed < 0, experts, replayed.to(torch.int32))
         rows = torch.arange(scores.shape[0], device=scores.device)
         is_padding = (rows >= query_start_loc[-1]).unsqueeze(1)
         if loads is not None:
-            chosen = ordered.indices[~is_padding.flatten(), : routing.top_k]
+            chosen = experts[~is_padding.flatten()]
             loads += torch.bincount(chosen.flatten(), minlength=loads.numel())
-        experts = ordered.indices[:, : routing.top_k].to(torch.int32)
-        return RoutedTokens(
-            experts.masked_fill(is_padding, -1), weights.masked_fill(is_padding, 0.0)
-        )
+        return routing.given_to(experts.masked_fill(is_padding, -1), scores)
 
     def multiply(self, x: Tensor, routed: RoutedTokens, matrices: ExpertMatrices) -> Tensor:
         """See ExpertOps."""

@@ -49,10 +49,11 @@ class TorchOps:
         routing: Routing,
         query_start_loc: Tensor,
         loads: Tensor | None,
+        replayed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, RoutedTokens]:
         x, total = computed(source, self)
         scores = functional.linear(x, router, bias)
-        return x, total, self.experts.route(scores, routing, query_start_loc, loads)
+        return x, total, self.experts.route(scores, routing, query_start_loc, loads, replayed)
 
     def sum_and_norm(self, source: NormedSum) -> tuple[Tensor, Tensor]:
         part, residual, norm, part_norm = source

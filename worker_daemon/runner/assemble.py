@@ -36,7 +36,12 @@ from worker_daemon.runner.proposal_graphs import (
 )
 from worker_daemon.runner.replica_counts import ReplicaCounts
 from worker_daemon.runner.request_state import RequestState
-from worker_daemon.runner.routed_experts import KeptExperts, StageExperts, StageRouting
+from worker_daemon.runner.routed_experts import (
+    KeptExperts,
+    ReplayTarget,
+    StageExperts,
+    StageRouting,
+)
 from worker_daemon.runner.row_tables import RowKernels, RowTables
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.stage_program import EagerProgram
@@ -127,6 +132,7 @@ def assemble_runner(
         dtype=parts.dtype,
         find_upload=parts.find_upload,
         kept_experts=kept_experts,
+        replay=_replay_target(parts),
     )
     lockstep = None
     if parallel.lockstep:
@@ -177,6 +183,14 @@ def _kept_experts(parts: RunnerParts, limits: StepLimits, tables: RowTables) -> 
         return None
     most = largest_shape(limits).num_tokens
     return KeptExperts(routing.shape, routing.pages, tables.group_tables[0], most)
+
+
+def _replay_target(parts: RunnerParts) -> ReplayTarget | None:
+    routing, chosen = parts.routing, parts.stage.chosen_experts
+    if routing is None or chosen is None:
+        return None
+    end = routing.num_before + routing.num_here
+    return ReplayTarget(chosen, slice(routing.num_before, end))
 
 
 def _stage_experts(parts: RunnerParts, kept: KeptExperts | None) -> StageExperts | None:

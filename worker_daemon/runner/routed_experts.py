@@ -97,6 +97,14 @@ class StageRouting(NamedTuple):
         return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT // dtype.itemsize
 
 
+class ReplayTarget(NamedTuple):
+    """A stage's layers with experts, which take the experts that requests bring."""
+
+    chosen: ChosenExperts
+    layers: slice
+    """Those of this stage, among all with experts."""
+
+
 class StageExperts:
     """Joins the choices of a stage's routers to those of earlier stages. Graphs may hold its
     launches."""

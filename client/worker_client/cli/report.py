@@ -62,6 +62,12 @@ def output_line(
     line["num_cached_tokens"] = output.num_cached_tokens
     if output.num_drafted:
         line |= {"num_drafted": output.num_drafted, "num_accepted": output.num_accepted}
+    return line | _reports(output)
+
+
+def _reports(output: RequestOutput) -> JsonObject:
+    """Return what an output reports besides its tokens."""
+    line: JsonObject = {}
     if output.logprobs is not None:
         line["logprobs"] = [_logprobs(entry_) for entry_ in output.logprobs]
     if output.full_logprobs is not None:

@@ -146,6 +146,7 @@ def group_limits(config: WorkerConfig, model: LoadedGroup) -> GroupLimits:
         max_samples_per_seq=config.scheduler.max_samples_per_seq,
         num_speculative_tokens=config.speculative.num_speculative_tokens,
         keeps_experts=model.metadata.routed_experts is not None,
+        routed_experts=model.metadata.routed_experts,
     )
 
 

@@ -16,6 +16,7 @@ from rpc_schema.sampling import MIN_TEMPERATURE, SamplingExtension
 from rpc_schema.structured import StructuredOutput
 from worker_client.errors import RequestError
 from worker_client.inputs.prompt_embeds import check_embeds
+from worker_client.inputs.replayed_experts import replay_extension
 from worker_client.inputs.request_fields import SAMPLING, plain
 from worker_client.inputs.sampling_params import (
     DEFAULT_SAMPLING,
@@ -34,7 +35,14 @@ from worker_client.steps.step_checks import (
 )
 
 _INT32: Final = np.dtype(np.int32)
-_OBJECTS: Final = ("prompt", "sampling", "pooling", "prompt_embeds", "features")
+_OBJECTS: Final = (
+    "prompt",
+    "sampling",
+    "pooling",
+    "prompt_embeds",
+    "replay_experts",
+    "features",
+)
 """Fields of a request that are structs, arrays and extensions."""
 FACT_TYPES: Final = {
     name: kind
@@ -311,13 +319,24 @@ def _check_objects(request: GenerationRequest) -> None:
     if features:
         _check_extensions(features, len(request.prompt))
     if request.pooling is not None:
-        if request.routed_experts:
-            fix, message = "leave it out, or leave pooling out", "a request that pools reports none"
-            raise RequestError(message, field="routed_experts", value=True, fix=fix)
+        _check_no_experts(request)
         _check_struct("pooling", request.pooling, PoolingParams, len(request.prompt))
         _check_pooling(request.sampling)
+    if request.replay_experts is not None:
+        replay_extension(
+            request.replay_experts, len(request.prompt) + len(request.output_token_ids)
+        )
     if request.prompt_embeds is not None or request.prompt_embeds_at:
         check_embeds(request.prompt_embeds, request.prompt_embeds_at)
+
+
+def _check_no_experts(request: GenerationRequest) -> None:
+    """Refuse what a request that pools cannot have."""
+    fix, message = "leave it out, or leave pooling out", "a request that pools has no experts"
+    if request.routed_experts:
+        raise RequestError(message, field="routed_experts", value=True, fix=fix)
+    if request.replay_experts is not None:
+        raise RequestError(message, field="replay_experts", value="an array", fix=fix)
 
 
 def _check_struct(field: str, value: object, kind: type, num_prompt: int = 1) -> None:
@@ -340,7 +359,7 @@ def feature_error(fault: ExtensionFault, field: str = "") -> RequestError:
         message = f"{fault.field}: {message}"
     elif name in SamplingParams.__struct_fields__:
         field = SAMPLING + name
-    elif name in FACT_TYPES:
+    elif name in ("routed_experts", "replay_experts"):
         field = name
     return RequestError(message, field=field or fault.field, value=fault.value, fix=fault.fix)
 

@@ -9,6 +9,7 @@ from rpc_schema.codec import Frame
 from rpc_schema.config import MAX_SAMPLES_PER_SEQ
 from rpc_schema.extensions import ReplyExtension, RequestExtension
 from rpc_schema.pooling import PoolingSupport
+from rpc_schema.routed_experts import RoutedExpertsShape
 
 MAX_PROMPT_TOKENS: Final = 2**31 - 1
 
@@ -40,6 +41,8 @@ class ModelBounds:
     """Most samples of a request in a step."""
     keeps_experts: bool = True
     """Requests may ask for the experts of their tokens; True too if it is not known."""
+    routed_experts: RoutedExpertsShape | None = None
+    """Sizes of these experts; None: unknown, and not checked."""
 
     def of_prompt(self, num_tokens: int) -> "ModelBounds":
         """Return the bounds on a request with a prompt of so many tokens."""

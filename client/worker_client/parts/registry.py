@@ -20,7 +20,10 @@ from worker_client.parts.logprobs import (
 from worker_client.parts.lora import LoraRequestPart
 from worker_client.parts.pooling import PoolingRequestPart
 from worker_client.parts.prompt_embeds import PromptEmbedsRequestPart
-from worker_client.parts.routed_experts import RoutedExpertsRequestPart
+from worker_client.parts.routed_experts import (
+    ReplayExpertsRequestPart,
+    RoutedExpertsRequestPart,
+)
 from worker_client.parts.sampling import (
     LogitsProcessorsRequestPart,
     RandomSamplingRequestPart,
@@ -55,6 +58,7 @@ PARTS: Final[tuple[RequestPart, ...]] = (
     LogitsProcessorsRequestPart(),
     PromptEmbedsRequestPart(),
     RoutedExpertsRequestPart(),
+    ReplayExpertsRequestPart(),
 )
 
 _OF_REQUEST: Final[Mapping[type, RequestPart]] = MappingProxyType(

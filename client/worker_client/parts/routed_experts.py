@@ -6,7 +6,12 @@ import numpy as np
 
 from rpc_schema.codec import Frame
 from rpc_schema.errors import BadFrameError
-from rpc_schema.routed_experts import RoutedExperts, RoutedExpertsWanted
+from rpc_schema.routed_experts import (
+    ReplayExperts,
+    RoutedExperts,
+    RoutedExpertsWanted,
+    replay_fault,
+)
 from worker_client.parts.interface import ExtensionFault, ModelBounds, RequestPart
 from worker_client.scheduler_output import ExpertsChunk
 
@@ -51,6 +56,24 @@ class RoutedExpertsRequestPart(RequestPart):
             chunk = ExpertsChunk(first, table[end - count : end])
             found[name] = (*found.get(name, ()), chunk)
         return found
+
+
+class ReplayExpertsRequestPart(RequestPart):
+    """Experts that a request brings. They change the KV of its tokens."""
+
+    extension = ReplayExperts
+
+    def find_fault(self, extension: ReplayExperts, bounds: ModelBounds) -> ExtensionFault | None:
+        if not bounds.keeps_experts:
+            fix = "leave it out, or load the model with enable_return_routed_experts"
+            return ExtensionFault("replay_experts", extension.num_positions, fix)
+        if bounds.routed_experts is None:
+            return None
+        fault = replay_fault(extension, bounds.routed_experts, extension.num_positions)
+        return None if fault is None else ExtensionFault(*fault)
+
+    def prefix_salt(self, extension: ReplayExperts) -> bytes:
+        return extension.content_hash
 
 
 def _int32s(column: Frame, count: int) -> list[int]:

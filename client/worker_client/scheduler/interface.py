@@ -241,6 +241,7 @@ class SchedulerLimits:
             hidden_size=self.hidden_size,
             max_samples_per_seq=self.max_samples_per_seq,
             keeps_experts=self.routed_experts is not None,
+            routed_experts=self.routed_experts,
         )
 
     @property

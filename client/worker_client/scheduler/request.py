@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rpc_schema.extensions import extension_of
 from rpc_schema.kv_cache import NUM_NULL_BLOCKS, BlockGroup, blocks_for
 from rpc_schema.pooling import PoolingParams, pooled_bytes
-from rpc_schema.routed_experts import RoutedExpertsWanted
+from rpc_schema.routed_experts import ReplayExperts, RoutedExpertsWanted
 from rpc_schema.sampling import (
     MAX_PROMPT_LOGPROBS_TOKENS,
     FullLogprobs,
@@ -722,9 +722,23 @@ def new_request(
     made = make(extensions)
     if request.output_token_ids:
         made = _with_output(made, request.output_token_ids, make)
+    _check_replay(made)
     _note_limits(made, limits)
     _check_admission(made, limits.block_groups)
     return made
+
+
+def _check_replay(made: Request) -> None:
+    """Refuse experts of a token that is not computed: the last one, behind which nothing is
+    generated."""
+    replay = extension_of(made.extensions, ReplayExperts)
+    if replay is not None and replay.num_positions > len(made.tokens):
+        raise RequestError(
+            "no step computes the last token, behind which nothing is generated",
+            field="replay_experts",
+            value=replay.num_positions,
+            fix=f"give the experts of at most {len(made.tokens)} tokens",
+        )
 
 
 def _with_output(

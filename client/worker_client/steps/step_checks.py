@@ -25,6 +25,7 @@ from rpc_schema.pooling import (
     pooled_bytes,
     sampling_kind,
 )
+from rpc_schema.routed_experts import RoutedExpertsShape
 from rpc_schema.step import ExecuteModel
 from worker_client.parts.interface import ExtensionFault, ModelBounds
 from worker_client.parts.registry import KINDS, find_fault, pools
@@ -95,6 +96,8 @@ class GroupLimits:
     """Most drafts of a request in a step; 0: steps have none."""
     keeps_experts: bool = True
     """Requests may ask for the experts of their tokens; True too if it is not known."""
+    routed_experts: RoutedExpertsShape | None = None
+    """Sizes of these experts; None: unknown, and not checked."""
 
     @cached_property
     def bounds(self) -> ModelBounds:
@@ -107,6 +110,7 @@ class GroupLimits:
             hidden_size=self.hidden_size,
             max_samples_per_seq=self.max_samples_per_seq,
             keeps_experts=self.keeps_experts,
+            routed_experts=self.routed_experts,
         )
 
     @cached_property

@@ -15,6 +15,7 @@ from tests.support.expert_checks import (
     check_loads,
     check_normed_routing,
     check_products,
+    check_replay,
     check_routing,
     check_unusual_scores,
     draw_matrices,
@@ -62,6 +63,13 @@ def test_routing(dtype: torch.dtype, shape: tuple[int, int], routing: Routing) -
     if dtype == torch.bfloat16:  # the interpreter cuts bits off where a GPU rounds
         routing = replace(routing, rounds_weights=False)
     check_routing(OPS, dtype, "cpu", shape, routing, num_tokens=max(1, shape[0] - 1))
+
+
+@pytest.mark.parametrize("routing", [Routing(2, True, False), Routing(3, False, True)])
+def test_replayed_experts(routing: Routing) -> None:
+    for ops in (OPS, TorchExperts()):
+        for dtype in (torch.float32, torch.bfloat16):
+            check_replay(ops, dtype, "cpu", (9, 7), routing, num_tokens=7)
 
 
 def test_many_rows_are_routed_alike() -> None:

@@ -24,7 +24,7 @@ from worker_daemon.layers.encoder import EncoderEmbedding
 from worker_daemon.lora.adapters import Adapters
 from worker_daemon.models.pooler import Pooler
 from worker_daemon.runner.report import Report as Report
-from worker_daemon.runner.routed_experts import KeptExperts
+from worker_daemon.runner.routed_experts import KeptExperts, ReplayTarget
 from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.runner.scheduled_step import (
     OutputSize,
@@ -62,6 +62,8 @@ class PartContext:
     find_upload: FindUpload = no_uploads
     kept_experts: KeptExperts | None = None
     """The experts of tokens; None except on the last stage of a model that keeps them."""
+    replay: ReplayTarget | None = None
+    """Takes the experts that requests bring; None if the model was loaded without."""
 
     @property
     def num_rows(self) -> int:

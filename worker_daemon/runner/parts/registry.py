@@ -30,16 +30,18 @@ from worker_daemon.runner.parts.pooling import PoolingPart
 from worker_daemon.runner.parts.prompt_embeds import PromptEmbedsPart
 from worker_daemon.runner.parts.prompt_logprobs import PromptLogprobsPart
 from worker_daemon.runner.parts.random_sampling import RandomSamplingPart
+from worker_daemon.runner.parts.replayed_experts import ReplayedExpertsPart
 from worker_daemon.runner.parts.routed_experts import RoutedExpertsPart
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.parts.stop_tokens import StopTokensPart
 from worker_daemon.runner.parts.token_logprobs import TokenLogprobsPart
 from worker_daemon.runner.parts.trace_logprobs import TraceLogprobsPart
-from worker_daemon.runner.routed_experts import KeptExperts
+from worker_daemon.runner.routed_experts import KeptExperts, ReplayTarget
 from worker_daemon.runner.scheduled_step import StepLimits
 
 PARTS: Final[tuple[type[StepPart], ...]] = (
     PromptEmbedsPart,  # before the first layer
+    ReplayedExpertsPart,
     LoraPart,
     FullLogprobsPart,  # before all that change logits
     GrammarMasksPart,
@@ -81,6 +83,7 @@ def make_parts(
     dtype: torch.dtype = torch.float32,
     find_upload: FindUpload = no_uploads,
     kept_experts: KeptExperts | None = None,
+    replay: ReplayTarget | None = None,
 ) -> StepParts:
     """Return the parts of one runner. adapters: those of its model, if it has any."""
     context = PartContext(
@@ -96,6 +99,7 @@ def make_parts(
         dtype=dtype,
         find_upload=find_upload,
         kept_experts=kept_experts,
+        replay=replay,
     )
     *parts, chooser = [part(context) for part in PARTS if part.serves(context)]
     assert isinstance(chooser, RandomSamplingPart)

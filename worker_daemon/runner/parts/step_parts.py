@@ -153,7 +153,11 @@ class StepParts:
         data: list[tuple[int, Any]] = []
         first = 0
         for extension in extensions:
-            bit, part = self._of_step[type(extension)]
+            member = self._of_step.get(type(extension))
+            if member is None:
+                fix = "load the model with that feature"
+                raise invalid("extensions", type(extension).__name__, fix)
+            bit, part = member
             own = frames[first : first + extension.num_frames]
             data.append((bit, part.check_step(extension, own, limits)))
             first += extension.num_frames
