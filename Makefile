@@ -15,7 +15,7 @@ SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
 # Dozens of daemons and commands are started: each would compile its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-vllm run test test-all faults stalls soak soak-service check fmt type bench fuzz schemas matrix test-vllm test-vllm-upstream test-clients test-gpu test-gpu-kernels test-gpu-daemons test-multi-gpu golden clean
+.PHONY: help setup setup-vllm run test test-all faults stalls soak stamps soak-service check fmt type bench fuzz schemas matrix test-vllm test-vllm-upstream test-clients test-gpu test-gpu-kernels test-gpu-daemons test-multi-gpu golden clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -49,8 +49,11 @@ STALLED := e2e faults unit/client unit/server unit/distributed unit/worker unit/
 stalls: $(STAMP) ## tests of several processes, of which one after the other is stopped, or all are slow: make stalls ARGS="--every 0.5 --longest 4", ARGS="--speed 0.4"
 	$(BIN)/python -m tests.support.stalls $(ARGS) -- $(BIN)/python -m pytest $(addprefix tests/,$(STALLED)) $(SPREAD)
 
-soak: $(STAMP)   ## half an hour of load with a fault every 10 s: make soak ARGS="--minutes 5 --seed 7 --tp"
+soak: $(STAMP)   ## half an hour of load with a fault every 10 s: make soak ARGS="--minutes 5 --seed 7 --tp", ARGS=--memory
 	$(BIN)/python -m tests.support.soak $(ARGS)
+
+stamps: $(STAMP) ## 1,000 weight updates under load, with kills; each token's version: make stamps ARGS="--only experts --updates 100"
+	$(BIN)/python -m tests.support.stamps $(ARGS)
 
 soak-service: $(STAMP)  ## 20 minutes of clients that leave, wrong bodies and killed daemons: make soak-service ARGS="--minutes 5 --seed 7"
 	$(BIN)/python -m tests.support.service_soak $(ARGS)

@@ -19,6 +19,7 @@ from tests.support.serving import generate, worker_config
 from tests.support.soak import ledger
 from tests.support.soak.driver import BROKEN, Life
 from tests.support.soak.faults import Injector
+from tests.support.soak.memory import memory_soak
 from tests.support.soak.plan import (
     POISON,
     Fault,
@@ -234,17 +235,23 @@ def poisoned(checkpoint: Checkpoint) -> Checkpoint:
 def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--minutes", type=float, help="30, or 20 with --memory")
     parser.add_argument("--every", type=float, default=10.0, help="seconds between faults")
     parser.add_argument("--rate", type=float, default=2.5, help="requests a second")
     parser.add_argument("--tp", action="store_true", help="two ranks of a stage, not two stages")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
+    parser.add_argument("--memory", action="store_true", help="no faults: memory must not grow")
+    parser.add_argument("--trace", action="store_true", help="with --memory: show what grows")
     given = parser.parse_args()
+    if given.memory:
+        seconds = 60.0 * (given.minutes or 20.0)
+        memory_soak(seconds=seconds, seed=given.seed, traces=given.trace)
+        return
     root = short_directory()
     try:
         soak(
             poisoned(make_checkpoint(root, "LlamaForCausalLM", seed=99)),
-            seconds=60.0 * given.minutes,
+            seconds=60.0 * (given.minutes or 30.0),
             seed=given.seed,
             every_s=given.every,
             per_s=given.rate,

@@ -121,16 +121,17 @@ def plan_requests(seed: int, seconds: float, per_s: float, vocab_size: int) -> l
         burst = source.choice((1, 1, 2, 3, 8))
         stem = _tokens(source, vocab_size, source.choice((0, 0, 9, 22)))
         requests += [
-            _request(source, f"r{len(requests) + index}", at_s, stem, vocab_size)
+            plan_request(source, f"r{len(requests) + index}", at_s, stem, vocab_size)
             for index in range(burst)
         ]
         at_s += source.expovariate(per_s / burst)
     return requests
 
 
-def _request(
+def plan_request(
     source: random.Random, req_id: str, at_s: float, stem: list[int], vocab_size: int
 ) -> PlannedRequest:
+    """Return a random request, whose prompt begins with a stem."""
     prompt = stem + _tokens(source, vocab_size, source.randint(1, MAX_PROMPT - len(stem)))
     if source.random() < 0.04:
         prompt[source.randrange(len(stem), len(prompt))] = POISON
