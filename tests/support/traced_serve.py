@@ -1,6 +1,8 @@
 """`python -m tests.support.traced_serve FILE ARGS`: the daemon's real command line, which writes
-the call trace of each steady decode to FILE as JSON: the project's calls, as [file, function], from
-the step message to its reply, without those inside the forward pass, which a CUDA graph replaces.
+call traces to FILE as JSON: the project's calls, as [file, function], from a step message to its
+reply, without those inside the forward pass, which a CUDA graph replaces. "plain" is the last
+steady decode, "drafted" the steady step with drafts that calls the most, "inputs" that part of it
+which comes before the forward pass.
 """
 
 import json
@@ -30,22 +32,36 @@ class StepTracer:
         self._file = file
         self._decode = step_thread.decode_step
         self._calls: list[tuple[str, str]] = []
-        self._scheduled = b""
-        self._is_steady = False
+        self._num_before_forward = 0
+        self._columns: tuple[bytes, ...] = ()
+        self._kind = ""
         self._in_forward = False
+        self._traces: dict[str, list[tuple[str, str]]] = {"plain": [], "drafted": [], "inputs": []}
 
     def decode_step(self, frames):
         """Replace the step thread's decode_step."""
-        if self._is_steady:
-            self._file.write_text(json.dumps(self._calls))
-        self._calls, self._is_steady = [STEP], False
+        self._keep()
+        self._calls, self._kind = [STEP], ""
         sys.setprofile(self._stepped)
         message = self._decode(frames)
         if isinstance(message, ExecuteModel):
-            changes = message.num_scheduled_tokens or message.scheduled_new_reqs or message.finished
-            self._is_steady = not changes and message.scheduled == self._scheduled
-            self._scheduled = message.scheduled
+            rows = message.scheduled, message.num_scheduled_tokens
+            columns = (*rows, message.num_drafts, message.new_block_slots)
+            changes = message.scheduled_new_reqs or message.finished
+            if not changes and columns == self._columns:
+                self._kind = "drafted" if message.num_drafts else "plain"
+            self._columns = columns
         return message
+
+    def _keep(self) -> None:
+        """Keep the trace of the last step, if it was steady."""
+        before = len(self._traces.get(self._kind, ()))
+        if not self._kind or (self._kind == "drafted" and len(self._calls) < before):
+            return
+        self._traces[self._kind] = self._calls
+        if self._kind == "drafted":
+            self._traces["inputs"] = self._calls[: self._num_before_forward]
+        self._file.write_text(json.dumps(self._traces))
 
     def started(self, frame, event, argument) -> None:
         """Be the first profile function of every thread."""
@@ -63,6 +79,8 @@ class StepTracer:
             return
         if call == FORWARD:
             self._in_forward = event == "call"
+            if self._in_forward:
+                self._num_before_forward = len(self._calls)
         elif event == "call" and not self._in_forward:
             self._calls.append(call)
         elif event == "return" and call == STEP:

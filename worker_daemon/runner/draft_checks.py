@@ -9,9 +9,10 @@ import numpy as np
 from rpc_schema.step import ExecuteModel
 from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
 from worker_daemon.runner.parts.step_parts import StepParts
-from worker_daemon.runner.row_counts import EXACT, RowCounts
+from worker_daemon.runner.row_counts import RowCounts
 from worker_daemon.runner.scheduled_step import Drafts, StepLimits, invalid
 from worker_daemon.runner.slot_bitmap import read_bitmap
+from worker_daemon.runner.steady_batch import EXACT
 from worker_daemon.runner.step_columns import INT32, read_column, read_pairs
 
 
@@ -22,16 +23,16 @@ class DraftChecker:
         self._limits = limits
         self._parts = parts
 
-    def settle(self, named: bytes, slots: Int64s, counts: RowCounts) -> None:
+    def settle(self, step: ExecuteModel, slots: Int64s, counts: RowCounts) -> None:
         """Make the counts of rows exact that a message names. slots [B]: the scheduled ones.
         Raises InvalidStepError."""
-        settled = read_bitmap(named)
+        settled = read_bitmap(step.settled)
         is_bound = np.isin(settled, slots)
         is_bound[is_bound] = counts.corrected[settled[is_bound]] > EXACT
         for slot in settled[~is_bound].tolist()[:1]:
             fix = "name scheduled slots that had drafts since their counts were exact"
             raise invalid("settled", slot, fix)
-        if self._parts.any_may_refuse(self._parts.used_by(settled)):
+        if self._may_refuse(settled, step):
             fix = "leave out the slots of requests with a feature that refuses tokens"
             raise invalid("settled", settled.tolist()[:8], fix)
         counts.settle(settled)
@@ -56,6 +57,13 @@ class DraftChecker:
         token_ids = self._read_tokens(step, int(numbers.sum()))
         counts.begin_drafts(slots[positions])
         return Drafts(drafts, token_ids)
+
+    def of_steady(self, step: ExecuteModel, counts: Int32s) -> Drafts:
+        """Return the drafts of a step whose rows had as many in their last step. counts [B]: those
+        of each scheduled slot. Raises InvalidStepError."""
+        if not step.draft_token_ids:
+            return Drafts(counts, None)
+        return Drafts(counts, self._read_tokens(step, int(counts.sum())))
 
     def _check_served(self, step: ExecuteModel) -> None:
         if not step.num_drafts:
@@ -93,8 +101,12 @@ class DraftChecker:
         if idle.size:
             fix = f"name slots that sample in this step: {slots[samples].tolist()[:8]}"
             raise invalid("num_drafts", int(slots[idle[0]]), fix)
-        parts = self._parts
-        new = [r.slot for r in step.scheduled_new_reqs if parts.may_refuse(r.extensions)]
-        if np.isin(new, slots).any() or parts.any_may_refuse(parts.used_by(slots)):
+        if self._may_refuse(slots, step):
             fix = "no drafts in a step with a request whose feature refuses tokens"
             raise invalid("num_drafts", slots[drafts > 0].tolist()[:8], fix)
+
+    def _may_refuse(self, slots: Int64s, step: ExecuteModel) -> bool:
+        """Return True if a part may refuse tokens of these rows or of a new request in one."""
+        parts = self._parts
+        new = [r.slot for r in step.scheduled_new_reqs if parts.may_refuse(r.extensions)]
+        return bool(np.isin(new, slots).any()) or parts.any_may_refuse(parts.used_by(slots))

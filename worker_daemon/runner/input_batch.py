@@ -5,7 +5,7 @@ waits for the device, unless all buffers are in use.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ from worker_daemon.runner.step_layout import (
     largest_shape,
     packed_size,
 )
+
+_ONE: Final = np.array(1, np.int32)
 
 
 class StepInputs(NamedTuple):
@@ -103,7 +105,9 @@ class InputBuilder:
         self._planned: SteadyBatch | None = None
         """The batch to which `_plan` belongs."""
         self._plan: StepPlan | None = None
-        """Plan of a step without block updates, by the current ladder."""
+        """Plan of a step without block updates or values for parts, by the current ladder."""
+        self._shortest = 0
+        """ScheduledStep.longest of that step: shorter ones may have another plan."""
         self._no_column = torch.zeros(0, dtype=torch.int32, device=tables.device)
         self._count = np.arange(most_seqs(state) + 1, dtype=np.int32)
 
@@ -134,10 +138,6 @@ class InputBuilder:
             if self.drafter is not None:
                 self.drafter.begin([request.slot for request in step.new_requests], tokens)
         plan = self._fit(step)
-        if self._parts.active_in_forward | step.step_values.used:
-            plan = self._parts.extended(plan, self._used_by(step) | step.step_values.used)
-        if step.corrections is not None:
-            plan = plan.corrected()
         packed = self._staging.open(plan.shape)
         filled, steady = packed.holds, step.steady
         if steady is not None and isinstance(filled, _Filled) and filled.steady is steady:
@@ -147,7 +147,7 @@ class InputBuilder:
             packed.holds = filled = self._fill(packed.host, step)
         self._fill_updates(packed.host, step.block_updates, filled.num_updates)
         filled.num_updates = step.block_updates.rows.size
-        if plan.parts or step.corrections is not None:
+        if plan.parts:
             self._parts.fill(plan.parts, packed.host, step)
         columns, rows = packed.columns, filled.rows
         groups, are_verified = rows.groups, False
@@ -166,7 +166,7 @@ class InputBuilder:
             SampleRows(
                 rows.slots,
                 rows.generations,
-                step.ends if steady is not None else rows.positions,
+                filled.positions,
                 rows.used,
                 columns.sample_rows,
                 columns.sample_tokens,
@@ -183,18 +183,24 @@ class InputBuilder:
         )
 
     def _fit(self, step: ScheduledStep) -> StepPlan:
-        """Return the plan that the ladder has for a step. The steps of a steady batch differ only
-        in their lengths, which grow, and in their block updates."""
+        """Return the plan that the ladder has for a step, with the parts that it uses. The steps of
+        a steady batch differ only in their lengths, which mostly grow, in their block updates, and
+        in the values that their rows continue from."""
         steady, plan = step.steady, self._plan
         num_updates = step.block_updates.rows.size
         if steady is not None and steady is self._planned and plan is not None:
-            if num_updates <= plan.shape.num_updates and step.longest <= plan.max_seq_len:
+            fits = num_updates <= plan.shape.num_updates
+            if fits and self._shortest <= step.longest <= plan.max_seq_len:
                 return plan
             if not num_updates and not self._ladder.pads:
                 return plan._replace(max_seq_len=step.longest)
-        fitted = self._ladder.fit(step)
-        if steady is not None and not num_updates:
-            self._planned, self._plan = steady, fitted
+        fitted, values = self._ladder.fit(step), step.step_values.used
+        if self._parts.active_in_forward | values:
+            fitted = self._parts.extended(fitted, self._used_by(step) | values)
+        if step.corrections is not None:
+            fitted = fitted.corrected()
+        if steady is not None and not num_updates | values:
+            self._planned, self._plan, self._shortest = steady, fitted, step.longest
         return fitted
 
     def _used_by(self, step: ScheduledStep) -> int:
@@ -217,19 +223,24 @@ class InputBuilder:
         columns.seq_order[:] = np.argsort(-columns.seq_lens, kind="stable")
         self._fill_known_tokens(columns, step, on_device)
         self._fill_samples(columns, step, sampling)
+        if columns.corrections.size:
+            assert step.corrections is not None, "tokens may be refused"
+            columns.corrections[: step.slots.size] = step.corrections
+            columns.corrections[step.slots.size :] = 0
         rows = self._rows_of(step, on_device, sampling)
         if columns.num_verified.size:
             _fill_groups(columns, None if step.drafts is None else rows.groups)
-        return _Filled(step.steady, columns, rows)
+        return _Filled(step, columns, rows)
 
     def _rows_of(self, step: ScheduledStep, on_device: Bools, sampling: "_Sampling") -> "_StepRows":
         # Counts of a slot's former request must have arrived before a new request's are set to
         # zero.
         reads = step.slots[on_device] if step.corrections is None else step.slots
         steady, in_sampling = step.steady, self._parts.in_sampling
-        if steady is not None:
+        bitmap = b"" if steady is None else steady.reply_bitmap
+        if steady is not None and not step.has_several:
             slots, used = steady.slots, steady.used & in_sampling
-            return _StepRows(slots, steady.generations, step.ends, used, reads, steady.reply_bitmap)
+            return _StepRows(slots, steady.generations, step.ends, used, reads, bitmap)
         slots = step.slots[sampling.seqs]
         used = self._parts.used_by(slots) & in_sampling
         generations, given = self._state.generation[slots], ()
@@ -239,7 +250,7 @@ class InputBuilder:
             groups = group_samples(slots, self.tables.device if step.drafts is None else None)
             if step.drafts is None:
                 given = tuple(self._state.known_tokens[slot] for slot in slots.tolist())
-        return _StepRows(slots, generations, sampling.positions, used, reads, b"", given, groups)
+        return _StepRows(slots, generations, sampling.positions, used, reads, bitmap, given, groups)
 
     def forget_requests(self) -> None:
         """All rows were freed."""
@@ -381,7 +392,7 @@ class InputBuilder:
             part = known[start : start + step.num_tokens[index]]
             tokens[first : first + part.size] = part
         if step.drafts is not None:
-            _fill_drafts(tokens, columns.query_start_loc, step.drafts)
+            _DraftPlaces(columns.query_start_loc, step.drafts.counts).fill(tokens, step.drafts)
 
     def _fill_samples(
         self,
@@ -415,25 +426,31 @@ class InputBuilder:
             columns.update_block_ids[used:num_filled] = 0
 
 
+class _DraftPlaces:
+    """The places of drafts, the last tokens of their sequences. Columns [sum of counts]."""
+
+    def __init__(self, query_start_loc: Int32s, counts: Int32s) -> None:
+        """counts [B]: drafts of each sequence."""
+        ends = np.repeat(query_start_loc[1 : counts.size + 1], counts)
+        num_after = np.repeat(np.cumsum(counts), counts) - np.arange(ends.size) - 1
+        self._indices = ends - 1 - num_after
+        number = np.repeat(counts, counts) - num_after  # from 1
+        self._on_device = TOKEN_ON_DEVICE - number
+
+    def fill(self, tokens: Int32s, drafts: Drafts) -> None:
+        """Fill in a step's drafts."""
+        given, on_device = drafts.token_ids, self._on_device
+        tokens[self._indices] = (
+            on_device if given is None else np.where(given < 0, on_device, given)
+        )
+
+
 def _can_verify(step: ScheduledStep, rows: "_StepRows") -> bool:
     """Return True if the program can verify a step's drafts: all rows take their most likely
     tokens, now, and are to get drafts if there is a drafter."""
     if rows.used | step.step_values.used:
         return False
     return step.deferred is None and not step.skips_drafts
-
-
-def _fill_drafts(tokens: Int32s, query_start_loc: Int32s, drafts: Drafts) -> None:
-    """Fill in the drafts, the last tokens of their sequences."""
-    counts = drafts.counts
-    ends = np.repeat(query_start_loc[1 : counts.size + 1], counts)
-    num_after = np.repeat(np.cumsum(counts), counts) - np.arange(ends.size) - 1
-    number = np.repeat(counts, counts) - num_after  # from 1
-    on_device = TOKEN_ON_DEVICE - number
-    given = drafts.token_ids
-    tokens[ends - 1 - num_after] = (
-        on_device if given is None else np.where(given < 0, on_device, given)
-    )
 
 
 def _fill_groups(columns: StepColumns[Int32s], groups: SampleGroups | None) -> None:
@@ -491,24 +508,68 @@ class _StepRows(NamedTuple):
 class _Filled:
     """Columns that were filled for a step and for later steps of the same steady batch."""
 
-    def __init__(
-        self, steady: SteadyBatch | None, columns: StepColumns[Int32s], rows: _StepRows
-    ) -> None:
-        self.steady = steady
+    def __init__(self, step: ScheduledStep, columns: StepColumns[Int32s], rows: _StepRows) -> None:
+        self.steady = step.steady
         self.rows = rows
+        self.positions = rows.positions
+        """The value of SampleRows.positions_np."""
         self.num_updates: int = columns.update_rows.size
         """Entries of the block-table columns that may hold values other than padding: all of them
         before the first step."""
-        used = 0 if steady is None else steady.slots.size
+        self._bounds = None
+        if step.steady is None:
+            return
+        used, seqs = step.total_num_tokens, step.slots.size
         self._positions = columns.positions[:used]
-        self._seq_lens = columns.seq_lens[:used]
+        self._seq_lens = columns.seq_lens[:seqs]
         self._sample_positions = columns.sample_positions[:used]
+        self._bounds = None if step.corrections is None else _FilledBounds(step, columns)
 
     def advance(self, step: ScheduledStep) -> None:
         """Advance the columns to a later step of the same batch."""
-        np.copyto(self._positions, step.starts)
         np.copyto(self._seq_lens, step.ends)
-        np.copyto(self._sample_positions, step.ends)
+        if self._bounds is None:
+            np.copyto(self._positions, step.starts)
+            np.copyto(self._sample_positions, step.ends)
+            self.positions = step.ends
+        else:
+            self._bounds.advance(step, self._positions)
+            self.positions = self._positions + _ONE
+            np.copyto(self._sample_positions, self.positions)
+
+
+class _FilledBounds:
+    """Columns of a steady batch whose counts are bounds: its rows may have drafts."""
+
+    def __init__(self, step: ScheduledStep, columns: StepColumns[Int32s]) -> None:
+        counts = step.num_tokens
+        self._seqs = np.repeat(np.arange(counts.size), counts)
+        firsts = columns.query_start_loc[: counts.size]
+        self._offsets = np.arange(self._seqs.size, dtype=np.int32) - np.repeat(firsts, counts)
+        self._columns = columns
+        self._corrections = step.corrections
+        """Those that the columns hold."""
+        self._places = None
+        if step.drafts is not None:
+            self._places = _DraftPlaces(columns.query_start_loc, step.drafts.counts)
+        self._on_device = step.drafts is None or step.drafts.token_ids is None
+        """True if the columns hold no draft that a step has brought."""
+
+    def advance(self, step: ScheduledStep, positions: Int32s) -> None:
+        """Advance these columns, and positions, to a later step of the batch."""
+        np.add(step.starts[self._seqs], self._offsets, out=positions)
+        columns, steady = self._columns, step.steady
+        assert steady is not None and step.corrections is not None, "the batch goes on"
+        is_changed = step.corrections is not self._corrections
+        if is_changed:
+            columns.corrections[: step.slots.size] = self._corrections = step.corrections
+        if is_changed or not steady.growth:
+            columns.seq_order[:] = np.argsort(-columns.seq_lens, kind="stable")
+        drafts = step.drafts
+        on_device = drafts is None or drafts.token_ids is None
+        if drafts is not None and self._places is not None and not (on_device and self._on_device):
+            self._places.fill(columns.host_token_ids, drafts)
+            self._on_device = on_device
 
 
 def staging_capacity(state: RequestState) -> int:

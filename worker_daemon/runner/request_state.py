@@ -22,7 +22,7 @@ from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
 from worker_daemon.runner.block_contents import BlockContents
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.replica_counts import ReplicaCounts
-from worker_daemon.runner.row_counts import FREE_ROW_BLOCKS, NOT_SAMPLED, RowCounts
+from worker_daemon.runner.row_counts import FREE_ROW_BLOCKS, RowCounts
 from worker_daemon.runner.scheduled_step import (
     NO_STEP_VALUES,
     NO_UPDATES,
@@ -34,8 +34,9 @@ from worker_daemon.runner.scheduled_step import (
     invalid,
 )
 from worker_daemon.runner.slot_bitmap import read_bitmap, slot_bitmap
-from worker_daemon.runner.steady_batch import SteadyBatch
+from worker_daemon.runner.steady_batch import NOT_SAMPLED, SteadyBatch
 from worker_daemon.runner.step_checker import Batch, CheckedStep, StepChecker
+from worker_daemon.runner.step_columns import INT32, read_column
 
 MAX_TAKEN_BACK = 64
 """Number of steps that can be rolled back: more than a driver may have in flight."""
@@ -253,32 +254,42 @@ class RequestState:
         return scheduled
 
     def _go_on(self, step: ExecuteModel, arrays: Sequence[Frame]) -> ScheduledStep | None:
-        """Apply a step that only gives one more token to each row of a steady batch, and appends
-        blocks. For any other step do nothing, and return None."""
+        """Apply a step of a steady batch: it gives each row its next token, with as many drafts as
+        in the step before, appends blocks, and says which drafts of earlier steps were refused. For
+        any other step do nothing, and return None: then the whole step is checked, and refused if
+        it has a fault. Faults in blocks or draft_token_ids alone are raised here."""
         batch = self._steady.get(step.scheduled)
         if (
             batch is None
-            or step.total_num_scheduled_tokens != batch.slots.size
-            or step.num_scheduled_tokens
+            or step.total_num_scheduled_tokens != batch.total_num_tokens
+            or step.num_scheduled_tokens != batch.num_scheduled_tokens
+            or step.num_drafts != batch.num_drafts
             or step.finished
             or step.scheduled_new_reqs
-            or step.corrections
             or step.extensions
             or step.deferred is not None
             or step.resync is not None
             or step.num_samples
-            or step.num_drafts
-            or step.draft_token_ids
-            or step.settled
             or arrays
         ):
             return None
-        updates, capacity, starts = NO_UPDATES, None, batch.ends
+        noted, updates, capacity, drafts = None, NO_UPDATES, None, None
+        corrections, starts = batch.bounds, batch.ends
+        if step.corrections or step.settled:
+            noted = batch.read_notes(step.corrections, step.settled)
+            if noted is None:
+                return None
+            corrections, starts = noted.corrections, noted.ends
         if step.new_block_slots or step.new_block_ids or step.new_block_groups:
             updates = self._checker.blocks.updates(step, self._counts)
+        if batch.drafts is not None:
+            drafts = self._checker.drafts.of_steady(step, batch.drafts)
+        elif step.draft_token_ids:
+            return None
+        if updates is not NO_UPDATES:
             self._counts.append(updates)
             capacity = self._counts.capacity(batch.rows, self._checker.block_sizes)
-        if not batch.advance(capacity):
+        if not batch.advance(capacity, noted):
             self._counts.remove(updates)
             return None
         if capacity is not None:
@@ -286,9 +297,9 @@ class RequestState:
         # By position, in the order of the fields: keyword arguments would cost as much as the
         # checks above.
         return ScheduledStep(
-            step.seq, batch.slots, batch.one_each, starts, batch.ends, batch.slots.size,
-            batch.longest, batch.one_each, (), updates, None, NO_STEP_VALUES, None, batch,
-            None, False, None, step.skip_drafts,
+            step.seq, batch.slots, batch.num_tokens, starts, batch.ends, batch.total_num_tokens,
+            batch.longest, batch.num_tokens, (), updates, None, NO_STEP_VALUES, corrections, batch,
+            None, drafts is not None, drafts, step.skip_drafts,
         )  # fmt: skip
 
     def _accept(self, step: ExecuteModel, checked: CheckedStep) -> ScheduledStep:
@@ -317,7 +328,7 @@ class RequestState:
             self._deferred[step.seq], self._generations[step.seq] = later, self.generation[later]
             if scheduled.drafts is not None:
                 self._deferred_drafts[step.seq] = scheduled.drafts.counts[scheduled.deferred]
-        steady = self._steady_batch(scheduled, batch, capacity)
+        steady = self._steady_batch(step, scheduled, batch, capacity)
         still = self._surviving_steady_batches(step)
         if steady is not None:
             still[step.scheduled] = steady
@@ -336,41 +347,55 @@ class RequestState:
         self.contents.write(block_ids, step.seq)
 
     def _steady_batch(
-        self, step: ScheduledStep, batch: Batch, capacity: Int32s
+        self, message: ExecuteModel, step: ScheduledStep, batch: Batch, capacity: Int32s
     ) -> SteadyBatch | None:
-        """Return the steady batch that begins with a step, if the step has one token for each row,
-        which was sampled before, and each row samples the next one."""
-        slots = batch.slots
+        """Return the steady batch that begins with an applied step; None unless each row has its
+        last token, which was sampled before, and samples after it and after each draft."""
+        slots, rows, num_tokens = batch.slots, batch.rows, step.num_tokens
         if (
-            not 0 < slots.size == step.total_num_tokens
+            not slots.size
+            or message.num_samples
             or step.deferred is not None
             or step.new_requests
-            or step.corrections is not None
-            or not step.num_samples.all()
-            or np.count_nonzero(step.starts < self.num_known_tokens[slots])
+            or np.count_nonzero(step.num_samples != num_tokens)
         ):
             return None
+        known, used = self.num_known_tokens[slots], self.parts.used_by(slots)
+        if np.count_nonzero(step.starts < known) or self.parts.any_may_refuse(used):
+            return None
+        corrected = None if step.corrections is None else self._counts.corrected[rows].copy()
+        most = int(num_tokens.max())
         return SteadyBatch(
             bitmap=batch.bitmap,
+            num_scheduled_tokens=message.num_scheduled_tokens,
+            num_drafts=message.num_drafts,
             reply_bitmap=slot_bitmap(slots),
             slots=slots,
-            rows=batch.rows,
+            rows=rows,
             generations=self.generation[slots],
-            one_each=batch.one_each,
-            used=self.parts.used_by(slots),
+            num_tokens=num_tokens,
+            total_num_tokens=step.total_num_tokens,
+            growth=most if most * slots.size == step.total_num_tokens else 0,
+            drafts=None if step.drafts is None else step.drafts.counts,
+            num_known_tokens=known,
+            used=used,
             max_model_len=self.limits.max_model_len,
             ends=step.ends,
             longest=step.longest,
             capacity=capacity,
+            corrected=corrected,
+            bounds=None if corrected is None else np.maximum(corrected, NOT_SAMPLED),
         )
 
     def _surviving_steady_batches(self, step: ExecuteModel) -> dict[bytes, SteadyBatch]:
-        """Return the steady batches that a checked step does not touch: those that share no row
-        with it, if the step only schedules."""
-        changes_rows = step.finished or step.corrections or step.scheduled_new_reqs
-        if not self._steady or changes_rows or step.resync is not None:
+        """Return the steady batches that a checked step does not touch: those with none of the rows
+        that it schedules or corrects, unless it starts or ends requests."""
+        changes_rows = step.finished or step.scheduled_new_reqs or step.resync is not None
+        if not self._steady or changes_rows:
             return {}
         rows = int.from_bytes(step.scheduled, "little")
+        for slot in read_column("corrections", step.corrections, INT32)[::2].tolist():
+            rows |= 1 << slot
         return {
             bitmap: batch
             for bitmap, batch in self._steady.items()

@@ -14,13 +14,11 @@ import numpy as np
 from rpc_schema.errors import InvalidStepError
 from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
 from worker_daemon.runner.scheduled_step import BlockUpdates, OutputSize, invalid
-from worker_daemon.runner.steady_batch import SteadyBatch
+from worker_daemon.runner.steady_batch import EXACT, NOT_SAMPLED, SteadyBatch
 
 FREE_ROW_BLOCKS = 1 << 30
 """The block count of a row without a request. It is higher than any request's, so that one
 comparison refuses both blocks for a free row and blocks beyond a request's last."""
-EXACT = -2
-NOT_SAMPLED = -1
 _ONE = np.array(1, np.int32)
 
 
@@ -122,6 +120,8 @@ class RowCounts:
         """Write the counts of a steady batch to the rows."""
         self.num_computed[batch.rows] = batch.ends
         self.num_tokens[batch.rows] = batch.ends + _ONE
+        if batch.corrected is not None:
+            self.corrected[batch.rows] = batch.corrected
 
     def append(self, updates: BlockUpdates) -> None:
         """Count the blocks that a step appends."""

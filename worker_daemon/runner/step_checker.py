@@ -19,7 +19,7 @@ from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
 from worker_daemon.runner.draft_checks import DraftChecker
 from worker_daemon.runner.parts.step_parts import StepParts
-from worker_daemon.runner.row_counts import EXACT, NOT_SAMPLED, RowCounts
+from worker_daemon.runner.row_counts import RowCounts
 from worker_daemon.runner.scheduled_step import (
     MAX_BLOCK_UPDATES,
     NO_UPDATES,
@@ -31,6 +31,7 @@ from worker_daemon.runner.scheduled_step import (
     invalid,
 )
 from worker_daemon.runner.slot_bitmap import read_bitmap
+from worker_daemon.runner.steady_batch import EXACT, NOT_SAMPLED
 from worker_daemon.runner.step_columns import INT32, check_unique, read_column, read_pairs
 
 _UINT8 = np.dtype("u1")
@@ -412,7 +413,7 @@ class StepChecker:
         """Block sizes in the form that RowCounts.capacity takes."""
         self.checks_states = limits.keeps_state
         """False: requests may begin anywhere, and be computed in any parts."""
-        self._drafts = DraftChecker(limits, parts)
+        self.drafts = DraftChecker(limits, parts)
 
     def check(
         self,
@@ -451,7 +452,7 @@ class StepChecker:
         batch = self._batches.batch(step)
         slots, rows = batch.slots, batch.rows
         if step.settled:
-            self._drafts.settle(step.settled, slots, counts)
+            self.drafts.settle(step, slots, counts)
         self._parts.check_batch(slots, step.scheduled_new_reqs)
         if deferred:
             counts.check_sampled(slots)
@@ -499,7 +500,7 @@ class StepChecker:
         starts, known = counts.num_computed[rows].copy(), counts.num_tokens[rows]
         ends = starts + num_tokens
         if step.num_drafts or step.draft_token_ids:
-            drafts = self._drafts.read(step, slots, ends - known, counts)
+            drafts = self.drafts.read(step, slots, ends - known, counts)
             known = known + drafts.counts
         room = counts.capacity(rows, self.block_sizes)
         capacity = np.minimum(room, self._limits.max_model_len)
@@ -536,7 +537,7 @@ class StepChecker:
             samples, pooling = self._check_pooling(counts, slots, starts, ends, samples)
         num_samples = samples.astype(np.int32)
         if drafts is not None:
-            self._drafts.check(drafts.counts, slots, samples, step)
+            self.drafts.check(drafts.counts, slots, samples, step)
             num_samples += drafts.counts
         if step.num_samples:
             self._read_samples(step.num_samples, slots, num_tokens, num_samples)

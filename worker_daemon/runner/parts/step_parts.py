@@ -242,11 +242,7 @@ class StepParts:
         return with_columns(shape, [type(m.part) for m in self._members])
 
     def fill(self, used: int, columns: StepColumns[Int32s], step: ScheduledStep) -> None:
-        """Fill the columns of the parts that a step's plan names, and with them its corrections."""
-        if columns.corrections.size:
-            assert step.corrections is not None, "tokens may be refused"
-            columns.corrections[: step.corrections.size] = step.corrections
-            columns.corrections[step.corrections.size :] = 0
+        """Fill the columns of the parts that a step's plan names."""
         for column in columns.extra:
             column[:] = 0
         for bit, part, own in self._with_columns(used, columns.extra):
