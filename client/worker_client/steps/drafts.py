@@ -3,15 +3,16 @@ upper bounds as counts because of them, and what a reply says that their request
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rpc_schema.config import MAX_DRAFTS
 from worker_client.scheduler_output import DraftOutcome, SchedulerOutput
-from worker_client.steps.several_samples import ONE_EACH, TokenRows
+from worker_client.steps.several_samples import ONE_EACH
 from worker_client.steps.step_checks import WRONG_TYPE, GroupLimits, is_integer
 from worker_client.steps.step_fault import StepFault
 
@@ -136,64 +137,103 @@ class DraftedRows:
     def __init__(self, num_slots: int) -> None:
         self._last_seq = np.full(num_slots, _NO_TRACK, np.int64)
         """For each slot, the seq of its last step with drafts whose outcome is unknown."""
-        self._known: set[int] = set()
-        """Slots of which all steps with drafts have their outcomes, but the workers do not know
-        yet."""
-
-    @property
-    def has_known(self) -> bool:
+        self._is_known = np.zeros(num_slots, np.bool_)
+        """True for slots of which all steps with drafts have their outcomes, but the workers do not
+        know yet."""
+        self.has_known = False
         """True if a row can be settled."""
-        return bool(self._known)
 
-    def to_settle(self, bits: NDArray[np.bool_]) -> list[int]:
-        """Return those of the scheduled slots whose counts the step makes exact."""
-        return sorted(slot for slot in self._known if bits[slot])
-
-    def settle(self, slots: Iterable[int]) -> None:
-        """Note that a step makes the counts of these slots exact."""
-        self._known.difference_update(slots)
+    def to_settle(self, bits: NDArray[np.bool_]) -> Int64s:
+        """Return those of the scheduled slots whose counts the step makes exact, ascending."""
+        return np.flatnonzero(self._is_known & bits)
 
     def draft(self, slots: Int32s, seq: int) -> None:
         """Note that a step has drafts for these slots."""
         self._last_seq[slots] = seq
-        if self._known:
-            self._known.difference_update(slots.tolist())
+        self.settle(slots)
 
-    def take_outcome(self, slot: int, seq: int) -> None:
-        """Note that the outcome of a slot's drafts in the step `seq` is known."""
-        if self._last_seq[slot] == seq:
-            self._last_seq[slot] = _NO_TRACK
-            self._known.add(slot)
+    def settle(self, slots: Int32s | Int64s | Sequence[int]) -> None:
+        """Note that the counts of these slots are exact, or bounds again."""
+        if self.has_known:
+            self._is_known[slots] = False
+            self.has_known = bool(self._is_known.any())
+
+    def take_outcomes(self, slots: Int64s, seq: int) -> None:
+        """Note that the outcomes of these slots' drafts in the step `seq` are known."""
+        known = slots[self._last_seq[slots] == seq]
+        if known.size:
+            self._last_seq[known] = _NO_TRACK
+            self._is_known[known] = self.has_known = True
 
     def release(self, slots: Sequence[int]) -> None:
         """End the requests in these slots."""
         self._last_seq[slots] = _NO_TRACK
-        self._known.difference_update(slots)
+        self.settle(slots)
 
 
-def read_gains(
-    req_ids: Sequence[str], num_sampled: bytes, num_drafts: Mapping[str, int]
-) -> tuple[TokenRows, dict[str, DraftOutcome]] | None:
-    """Return the requests of a reply's tokens, and the outcomes of their drafts; None if their
-    counts do not fit the step. A request with drafts gains one token more than were accepted; its
-    places are in `several`. req_ids: those that sample; num_sampled: as in ModelRunnerOutput;
-    num_drafts: the step's."""
-    counts = num_sampled or bytes([1]) * len(req_ids)
-    if len(counts) != len(req_ids):
-        return None
-    gained: list[str] = []
-    refused: dict[str, int] = {}
-    outcomes: dict[str, DraftOutcome] = {}
-    for req_id, count in zip(req_ids, counts, strict=True):
-        drafts = num_drafts.get(req_id, 0)
-        if not (drafts > 0) <= count <= drafts + 1:
+class DraftedSamples:
+    """The requests that sample in a step with drafts, in the order of their reply."""
+
+    def __init__(self, req_ids: Sequence[str], num_drafts: Int32s) -> None:
+        """num_drafts: int32 [requests]."""
+        self.req_ids = req_ids
+        self._names: NDArray[np.object_] = np.array(req_ids, object)
+        self._num_drafts = num_drafts
+        self._least, self._most = num_drafts > 0, num_drafts + 1
+        """Tokens that each may gain."""
+        self._drafted = np.flatnonzero(num_drafts)
+
+    @classmethod
+    def of(cls, req_ids: Sequence[str], num_drafts: Mapping[str, int]) -> "DraftedSamples":
+        """Return these requests, which have num_drafts."""
+        counts = map(num_drafts.get, req_ids, repeat(0))
+        return cls(req_ids, np.fromiter(counts, np.int32, len(req_ids)))
+
+    def read_gains(self, num_sampled: bytes) -> "Gains | None":
+        """Return the requests of a reply's tokens, and the outcomes of their drafts; None if their
+        counts do not fit the step. A request with drafts gains one token more than were accepted.
+        num_sampled: as in ModelRunnerOutput."""
+        counts = np.frombuffer(num_sampled or b"\1" * len(self.req_ids), np.uint8)
+        if counts.size != self._most.size:
             return None
-        gained += [req_id] * count
-        if count <= drafts:
-            refused[req_id] = drafts + 1 - count
-        if drafts:
-            outcomes[req_id] = DraftOutcome(drafts, count - 1)
-    firsts = accumulate(counts, initial=0)
-    places = zip(req_ids, firsts, counts, strict=False)
-    several = {name: range(first, first + n) for name, first, n in places if n > 1}
-    return TokenRows(gained, refused, several), outcomes
+        refused = self._most - counts
+        if (refused < 0).any() or (counts < self._least).any():
+            return None
+        names, at, lacking = self._names, self._drafted, np.flatnonzero(refused)
+        outcomes = _OUTCOMES[self._num_drafts[at], counts[at] - 1]
+        return Gains(
+            names.repeat(counts).tolist(),
+            dict(zip(names[lacking].tolist(), refused[lacking].tolist(), strict=True)),
+            dict(zip(names[at].tolist(), outcomes.tolist(), strict=True)),
+            counts,
+        )
+
+    def several(self, counts: NDArray[np.uint8]) -> dict[str, range]:
+        """Return the places of the tokens of each request that has gained several."""
+        own = counts.tolist()
+        places = zip(self.req_ids, accumulate(own, initial=0), own, strict=False)
+        return {name: range(first, first + n) for name, first, n in places if n > 1}
+
+
+class Gains(NamedTuple):
+    """What a reply says that the requests of a step with drafts have gained."""
+
+    req_ids: list[str]
+    """The request of each token."""
+    refused: dict[str, int]
+    """Tokens that requests did not gain, although the step counted them."""
+    outcomes: dict[str, DraftOutcome]
+    counts: NDArray[np.uint8]
+    """Tokens of each request that samples."""
+
+
+def _all_outcomes() -> NDArray[np.object_]:
+    """Return the outcome of each number of drafts and of accepted ones: most of a step's repeat."""
+    size = MAX_DRAFTS + 1
+    outcomes = np.empty((size, size), object)
+    for place in np.ndindex(size, size):
+        outcomes[place] = DraftOutcome(*place)
+    return outcomes
+
+
+_OUTCOMES: Final = _all_outcomes()

@@ -17,8 +17,9 @@ from rpc_schema.pooling import PooledOutputs
 from rpc_schema.step import ModelRunnerOutput
 from worker_client.parts.registry import NONE_POOLED, Extensions, read_reports
 from worker_client.scheduler_output import SchedulerOutput, StepResult
-from worker_client.steps.drafts import NO_DRAFTS, read_gains
+from worker_client.steps.drafts import NO_DRAFTS, DraftedSamples
 from worker_client.steps.several_samples import ONE_EACH, TokenRows, read_samples, token_rows
+from worker_client.steps.steady_drafts import SteadyDrafts
 
 Int32s = NDArray[np.int32]
 _INT32 = np.dtype("<i4")
@@ -70,6 +71,7 @@ class EncodedStep:
         "resync",
         "seq",
         "steady",
+        "steady_drafts",
     )
 
     def __init__(
@@ -88,6 +90,7 @@ class EncodedStep:
         is_later: bool = False,
         num_samples: Mapping[str, int] = ONE_EACH,
         num_drafts: Mapping[str, int] = NO_DRAFTS,
+        steady_drafts: SteadyDrafts | None = None,
     ) -> None:
         self.seq = seq
         self.output = output
@@ -112,6 +115,8 @@ class EncodedStep:
         """Samples of the requests that do not have one each."""
         self.num_drafts = num_drafts
         """Drafts of the requests that have some."""
+        self.steady_drafts = steady_drafts
+        """Its requests, if all of them decode, some with drafts."""
 
     @property
     def by_replica(self) -> Sequence[Sequence[Frame]]:
@@ -143,6 +148,8 @@ class EncodedStep:
     def sampled_bitmap(self) -> tuple[bytes, Sequence[str]]:
         """Return the slots that sample at once as a bitmap, and their request ids, slots
         ascending."""
+        if self.steady_drafts is not None:
+            return self.steady_drafts.bitmap, self.steady_drafts.samples.req_ids
         steady = self.steady
         if steady is not None and not (self.extra_slots or self.deferred):
             return steady.bitmap, steady.sorted_req_ids
@@ -209,24 +216,26 @@ def _decode_drafted(
 ) -> StepResult:
     """Turn a reply to a step with drafts into request ids. slots: those that sample, as a bitmap;
     req_ids: their requests. Raises as decode_reply does."""
-    read = read_gains(req_ids, reply.num_sampled, step.num_drafts)
-    if read is None or reply.slots != slots:
+    steady = step.steady_drafts
+    samples = DraftedSamples.of(req_ids, step.num_drafts) if steady is None else steady.samples
+    gains = samples.read_gains(reply.num_sampled)
+    if gains is None or reply.slots != slots:
         raise _unfit(step, req_ids)
-    rows, outcomes = read
-    if len(reply.sampled_token_ids) != 4 * len(rows.gained):
+    if len(reply.sampled_token_ids) != 4 * len(gains.req_ids):
         raise _unfit(step, req_ids)
     token_ids: list[int] = np.frombuffer(reply.sampled_token_ids, _INT32).tolist()
     result = StepResult(
-        rows.gained,
+        gains.req_ids,
         token_ids,
-        refused=rows.refused,
+        refused=gains.refused,
         weights_version=reply.weights_version,
-        drafts=outcomes,
+        drafts=gains.outcomes,
     )
     if not (reply.extensions or step.pooled):
         return result
-    reports = _read_reports(step, reply, arrays, rows.gained)
-    told = {name: own for name, own in rows.several.items() if name in step.reporting}
+    reports = _read_reports(step, reply, arrays, gains.req_ids)
+    several = samples.several(gains.counts)
+    told = {name: own for name, own in several.items() if name in step.reporting}
     gained = read_samples(told, token_ids, reply.extensions, arrays, step.reporting)
     return replace(result, reports=reports, gained=gained)
 

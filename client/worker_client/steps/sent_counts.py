@@ -24,6 +24,7 @@ from worker_client.steps.step_fault import StepFault, malformed, wrong_count
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
+_NO_SLOTS: Final = np.zeros(0, np.int64)
 
 
 class ScheduledRows(NamedTuple):
@@ -49,6 +50,11 @@ class ScheduledRows(NamedTuple):
         return slots
 
     @property
+    def drafted_slots(self) -> Int32s | None:
+        """Slots of the rows with drafts; None if no row has any."""
+        return None if self.num_drafts is None else self.slots[self.num_drafts > 0]
+
+    @property
     def drafted_ids(self) -> list[str]:
         """Ids of the requests with drafts, in the order of slots."""
         if self.num_drafts is None:
@@ -60,13 +66,27 @@ class ScheduledRows(NamedTuple):
 class RowNotes(NamedTuple):
     """Facts about rows that a step tells the workers, besides their tokens."""
 
-    corrections: bytes = b""
-    """ExecuteModel.corrections."""
-    settled: Sequence[int] = ()
+    corrected: Int64s = _NO_SLOTS
+    """Slots of ExecuteModel.corrections, ascending."""
+    by: Int32s = _NO_SLOTS.astype(np.int32)
+    """Tokens by which the counts of each of them fall."""
+    settled: Int64s = _NO_SLOTS
     """Slots of ExecuteModel.settled, ascending."""
+
+    @property
+    def corrections(self) -> bytes:
+        """ExecuteModel.corrections."""
+        return pairs(self.corrected, self.by) if self.corrected.size else b""
 
 
 NO_NOTES: Final = RowNotes()
+
+
+def pairs(slots: Int32s | Int64s, numbers: Int32s) -> bytes:
+    """Return pairs (slot, number), as the message has them."""
+    columns = np.empty((slots.size, 2), "<i4")
+    columns[:, 0], columns[:, 1] = slots, numbers
+    return columns.tobytes()
 
 
 def read_counts(counts: Mapping[str, int]) -> Int64s | StepFault:
@@ -157,8 +177,9 @@ class SentCounts:
         """Bytes of each slot's output; 0 unless its request pools."""
         self._admitted_at = np.zeros(num_slots, np.int64)
         """For each slot, the seq of the step that admitted its request."""
-        self._refused: dict[int, int] = {}
-        """By slot, the number of refused tokens that the workers' counts still include."""
+        self._refused = np.zeros(num_slots, np.int32)
+        """For each slot, the number of refused tokens that the workers' counts still include."""
+        self._has_refused = False
         self._may_refuse = np.zeros(num_slots, np.bool_)
         """True where a feature of the request may refuse its tokens."""
         self.drafted = DraftedRows(num_slots)
@@ -169,10 +190,15 @@ class SentCounts:
             return False
         return not self._output_bytes[slots].any()
 
-    def advance(self, slots: Int32s, num_tokens: int) -> None:
+    def advance(self, slots: Int32s, num_tokens: int | Int32s) -> None:
         """Count tokens of rows that decode."""
         self.num_computed[slots] += num_tokens
         self._num_tokens[slots] += num_tokens
+
+    def room(self, slots: Int32s) -> int:
+        """Return how many more tokens each of these rows may have within max_model_len, at least:
+        refused ones that the workers still count are not left out."""
+        return self._limits.max_model_len - int(self.num_computed[slots].max())
 
     def check(
         self,
@@ -267,8 +293,7 @@ class SentCounts:
             fix = f"give 1 to {left[at]}: it has {left[at]} tokens left to compute"
             return wrong_count(names[at], int(scheduled[at]), fix)
         if asked.drafted is not None:
-            refused = np.zeros(self.num_computed.size, np.int64)
-            refused[list(self._refused)] = list(self._refused.values())
+            refused = self._refused.astype(np.int64)
             refused[list(slot_of_new.values())] = 0
             fault = _drafted_fault(asked, asked.drafted, refused[slots], self._limits.max_model_len)
             if fault is not None:
@@ -332,40 +357,53 @@ class SentCounts:
         self._output_bytes[slots] = 0
         self._may_refuse[slots] = False
         self.drafted.release(slots)
-        for slot in slots if self._refused else ():
-            self._refused.pop(slot, None)
+        if self._has_refused:
+            self._refused[slots] = 0
 
-    def take_outcome(self, slot: int, seq: int, num_refused: int, *, had_drafts: bool) -> None:
-        """Record tokens of the step `seq` that its request did not gain after all, though the
-        workers' counts include them: a later step that schedules the row corrects the workers.
-        had_drafts: the row had some in that step."""
-        if self._admitted_at[slot] > seq:
-            return
-        if num_refused:
-            self._refused[slot] = self._refused.get(slot, 0) + num_refused
-        if had_drafts:
-            self.drafted.take_outcome(slot, seq)
+    def refuse(self, slots: Int64s, counts: Int64s, seq: int) -> None:
+        """Record tokens of the step `seq` that these rows' requests did not gain after all, though
+        the workers' counts include them: a later step that schedules a row corrects the workers."""
+        is_same = self._admitted_at[slots] <= seq
+        self._refused[slots[is_same]] += counts[is_same].astype(np.int32)
+        self._has_refused = True
 
-    def notes(self, bits: NDArray[np.bool_], leaving_out: Collection[int] = ()) -> RowNotes:
+    def take_outcomes(self, slots: Int64s, seq: int) -> None:
+        """Record that the outcomes of these rows' drafts in the step `seq` are known."""
+        self.drafted.take_outcomes(slots[self._admitted_at[slots] <= seq], seq)
+
+    def notes(
+        self,
+        bits: NDArray[np.bool_],
+        leaving_out: Sequence[int] = (),
+        drafted: Int32s | None = None,
+    ) -> RowNotes:
         """Return what a step says of rows besides their tokens. bits: the scheduled slots;
-        leaving_out: those whose requests end. Rows that are not scheduled wait: if the step fails,
-        they keep their counts."""
-        if not self._refused and not self.drafted.has_known:
+        leaving_out: those whose requests end; drafted: those to which the step gives drafts, whose
+        counts stay bounds. Rows that are not scheduled wait: if the step fails, they keep their
+        counts."""
+        if not self._has_refused and not self.drafted.has_known:
             return NO_NOTES
-        refused = [(s, n) for s, n in self._refused.items() if bits[s] and s not in leaving_out]
-        settled = [s for s in self.drafted.to_settle(bits) if s not in leaving_out]
-        return RowNotes(np.array(refused, "<i4").tobytes(), settled)
+        if len(leaving_out):
+            bits = bits.copy()
+            bits[leaving_out] = False
+        slots = (self._refused * bits).nonzero()[0]
+        if not self.drafted.has_known:
+            return RowNotes(slots, self._refused[slots])
+        if drafted is not None:
+            bits = bits.copy()
+            bits[drafted] = False
+        return RowNotes(slots, self._refused[slots], self.drafted.to_settle(bits))
 
     def tell(self, notes: RowNotes) -> None:
         """Account for a step's notes: it carries them to the workers."""
-        if notes is NO_NOTES:
-            return
-        slots, by = np.frombuffer(notes.corrections, "<i4").reshape(-1, 2).T
-        self.num_computed[slots] -= by
-        self._num_tokens[slots] -= by
-        for slot in slots.tolist():
-            del self._refused[slot]
-        self.drafted.settle(notes.settled)
+        slots = notes.corrected
+        if slots.size:
+            self.num_computed[slots] -= notes.by
+            self._num_tokens[slots] -= notes.by
+            self._refused[slots] = 0
+            self._has_refused = bool(self._refused.any())
+        if notes.settled.size:
+            self.drafted.settle(notes.settled)
 
     def columns(self, slots: Int32s) -> Iterable[Int32s]:
         """Yield the columns of these rows that a step sent in full has."""

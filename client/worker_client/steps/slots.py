@@ -4,12 +4,14 @@ and back from ModelRunnerOutput.
 Put together from the counts of the rows (sent_counts.py), their block tables (block_tables.py) and
 the requests whose sampling waits (deferred_sampling.py). A pure decode step with an unchanged set
 costs nothing per request: bitmap, slots and the ids of the reply are kept in SteadyRequests, whose
-rows' counts are brought up to date only when they are read.
+rows' counts are brought up to date only when they are read. SteadyDrafts is the same for decodes
+with as many drafts as before.
 """
 
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import chain
+from enum import Enum, auto
+from itertools import chain, repeat
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,17 +21,18 @@ from rpc_schema.codec import Frame, encode_step
 from rpc_schema.step import ExecuteModel, ModelRunnerOutput, NewRequestData, SampleTokens
 from worker_client.parts.registry import Extensions, pools, reports
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult, StepValues
-from worker_client.steps.block_tables import BlockTables, CheckedBlocks
+from worker_client.steps.block_tables import BlockTables, CheckedBlocks, GivenBlocks
 from worker_client.steps.cached_blocks import CachedBlocks
 from worker_client.steps.deferred_sampling import DeferredSampling
-from worker_client.steps.drafts import StepDrafts
+from worker_client.steps.drafts import DraftedSamples, StepDrafts
 from worker_client.steps.encoded_step import (
     EncodedStep,
     SteadyRequests,
     decode_reply,
     pack_bits,
 )
-from worker_client.steps.sent_counts import RowNotes, ScheduledRows, SentCounts
+from worker_client.steps.sent_counts import NO_NOTES, RowNotes, ScheduledRows, SentCounts, pairs
+from worker_client.steps.steady_drafts import SteadyDrafts
 from worker_client.steps.step_checks import MAX_ADMITTED_TOKENS as MAX_ADMITTED_TOKENS
 from worker_client.steps.step_checks import (
     WIRE_LIMITS,
@@ -55,6 +58,16 @@ _NONE_NEW: Mapping[str, int] = {}
 Confirm: TypeAlias = Callable[[], None]
 _Ids: TypeAlias = tuple[int, int, int, Confirm | None]
 """Epoch, link and seq of a step, and what is called before it is accounted for."""
+
+
+class _Kind(Enum):
+    """What a step does."""
+
+    DECODES = auto()
+    """It only decodes, one token of each request."""
+    MORE = auto()
+    """Some of its requests have several tokens, such as drafts."""
+    OTHER = auto()
 
 
 class _Members(NamedTuple):
@@ -101,6 +114,8 @@ class SlotTable:
         changed: steps in flight share it."""
         self._steady: list[SteadyRequests] = []
         """The steady sets of the last values of decode_req_ids."""
+        self._steady_drafts: list[SteadyDrafts] = []
+        """The rows of the last steps that only decode, with drafts; a row is in one of them."""
         self._must_resync = False
 
     def __len__(self) -> int:
@@ -156,10 +171,17 @@ class SlotTable:
                 break
         else:
             steady = None
-        if steady is not None and self._only_decodes(output) and not self._settles(steady):
+        kind = self._kind(output)
+        drafts = self._find_drafts(output) if kind is _Kind.MORE else None
+        if steady is not None and kind is _Kind.DECODES and not self._settles(steady):
             encoded_step = self._encode_steady(output, steady, ids)
+        elif drafts is not None:
+            encoded_step = self._encode_drafts(output, drafts, ids)
         else:
             encoded_step = self._encode_other(output, steady, ids)
+        if drafts is None and self._steady_drafts:  # the step may have tokens of their rows
+            for own in self._steady_drafts:
+                own.num_left = 0
         if not isinstance(encoded_step, EncodedStep):
             refuse(encoded_step)
         return encoded_step
@@ -184,46 +206,56 @@ class SlotTable:
                     both = chain(output.decode_req_ids, output.num_scheduled_tokens)
                     message = "it is in decode_req_ids twice, or in num_scheduled_tokens too"
                     return wrong_ids(message, "decode_req_ids", repeated(both))
-            elif self._only_decodes(output) and not self._settles(found):
+            elif self._kind(output) is _Kind.DECODES and not self._settles(found):
                 return self._encode_steady(output, found, ids)
             steady = found
         return self._encode_changed(output, steady, counts, read, ids)
 
-    def _only_decodes(self, output: SchedulerOutput) -> bool:
-        """Return True if a step only decodes and appends blocks."""
+    def _find_drafts(self, output: SchedulerOutput) -> SteadyDrafts | None:
+        """Return the rows of a step that go on as before, with as many drafts."""
+        for steady in self._steady_drafts:
+            if steady.go_on_in(output):
+                if not steady.num_left:
+                    self._flush_counts()
+                    steady.num_left = self._rows.room(steady.slots) // steady.most_tokens
+                return steady if steady.num_left > 0 else None
+        return None
+
+    def _kind(self, output: SchedulerOutput) -> "_Kind":
+        """Return what a step does that only schedules running requests and appends blocks. Its
+        fields may have any type."""
         skips: object = output.skip_drafts
-        if type(skips) is not bool:
-            return False
         blocks: object = output.new_block_ids
-        if type(blocks) is not dict and not isinstance(blocks, Mapping):
-            return False
-        if len(blocks) > self.capacity:
-            return False
+        is_mapping = type(blocks) is dict or isinstance(blocks, Mapping)
+        if type(skips) is not bool or not is_mapping or len(output.new_block_ids) > self.capacity:
+            return _Kind.OTHER
         more = output.more_new_block_ids
         if type(more) is not tuple or more:
             num_groups = len(self._limits.block_groups)
             if more_blocks_fault(more, num_groups, self.capacity) is not None:
-                return False
+                return _Kind.OTHER
         try:
-            return not (
+            if (
                 self._must_resync
                 or self._deferred.slots
                 or output.extensions
-                or output.num_scheduled_tokens
                 or output.finished_req_ids
                 or output.preempted_req_ids
                 or output.scheduled_new_reqs
                 or output.num_samples
-                or output.num_drafts
-                or output.draft_token_ids
+            ):
+                return _Kind.OTHER
+            decodes = not (
+                output.num_scheduled_tokens or output.num_drafts or output.draft_token_ids
             )
+            return _Kind.DECODES if decodes else _Kind.MORE
         except ValueError:  # an array in place of a sequence
-            return False
+            return _Kind.OTHER
 
     def _settles(self, steady: SteadyRequests) -> bool:
         """Return True if a step of these requests makes counts exact that were bounds."""
         drafted = self._rows.drafted
-        return drafted.has_known and bool(drafted.to_settle(steady.bits))
+        return drafted.has_known and bool(drafted.to_settle(steady.bits).size)
 
     def encode_sampling(
         self,
@@ -396,13 +428,9 @@ class SlotTable:
         self, output: SchedulerOutput, steady: SteadyRequests, ids: _Ids
     ) -> EncodedStep | StepFault:
         epoch, link, seq, confirm = ids
-        blocks = self._blocks.take_free(output, self._slot_of)
-        if blocks is None:
-            self._flush()
-            taken = self._blocks.take(output, self._slot_of, self._rows.num_computed)
-            if isinstance(taken, StepFault):
-                return taken
-            blocks = taken
+        blocks = self._blocks.take_free(output, self._slot_of) or self._take_blocks(output)
+        if isinstance(blocks, StepFault):
+            return blocks
         notes = self._rows.notes(steady.bits)
         message = ExecuteModel(
             epoch=epoch,
@@ -416,6 +444,72 @@ class SlotTable:
             corrections=notes.corrections,
             skip_drafts=output.skip_drafts,
         )
+        frames = self._confirmed(message, blocks, confirm)
+        steady.num_pending += 1
+        if notes is not NO_NOTES:
+            self._rows.tell(notes)
+        if blocks.slots:
+            self._blocks.append_later(blocks)
+        return EncodedStep(seq, output, frames, steady, (), (), self._reporting)
+
+    def _encode_drafts(
+        self, output: SchedulerOutput, steady: SteadyDrafts, ids: _Ids
+    ) -> EncodedStep | StepFault:
+        """Encode a step whose rows go on as before, with as many drafts."""
+        epoch, link, seq, confirm = ids
+        drafts = StepDrafts(steady.drafts, output.draft_token_ids)
+        fault = drafts.tokens_fault(self._limits.vocab_size)
+        if fault is not None:
+            return fault
+        blocks = self._blocks.take_free(output, self._slot_of) or self._take_blocks(output)
+        if isinstance(blocks, StepFault):
+            return blocks
+        notes = self._rows.notes(steady.bits, drafted=steady.drafted_slots)
+        brought = drafts.token_ids
+        message = ExecuteModel(
+            epoch=epoch,
+            link=link,
+            seq=seq,
+            total_num_scheduled_tokens=steady.total,
+            scheduled=steady.bitmap,
+            num_scheduled_tokens=steady.num_scheduled,
+            new_block_slots=blocks.slots,
+            new_block_ids=blocks.ids,
+            new_block_groups=blocks.groups,
+            corrections=notes.corrections,
+            num_drafts=steady.num_drafts,
+            draft_token_ids=drafts.token_column(steady.drafted_req_ids) if brought else b"",
+            settled=named(notes.settled.tolist()) if notes.settled.size else b"",
+            skip_drafts=output.skip_drafts,
+        )
+        frames = self._confirmed(message, blocks, confirm)
+        steady.num_pending += 1
+        steady.num_left -= 1
+        self._rows.drafted.draft(steady.drafted_slots, seq)
+        self._rows.tell(notes)
+        if blocks.slots:
+            self._blocks.append_later(blocks)
+        return EncodedStep(
+            seq,
+            output,
+            frames,
+            None,
+            (),
+            (),
+            self._reporting,
+            num_drafts=steady.drafts,
+            steady_drafts=steady,
+        )
+
+    def _take_blocks(self, output: SchedulerOutput) -> GivenBlocks | StepFault:
+        """Take the blocks that a step gives to running requests: several to one, for example."""
+        self._flush()
+        return self._blocks.take(output, self._slot_of, self._rows.num_computed)
+
+    def _confirmed(
+        self, message: ExecuteModel, blocks: GivenBlocks, confirm: Confirm | None
+    ) -> list[Frame]:
+        """Return the frames of a step that has taken these blocks, once it is confirmed."""
         try:
             frames = encode_step(message)
             if confirm is not None:
@@ -423,11 +517,7 @@ class SlotTable:
         except BaseException:
             self._blocks.give_back(blocks)
             raise
-        steady.num_pending += 1
-        self._rows.tell(notes)
-        if blocks.slots:
-            self._blocks.append_later(blocks)
-        return EncodedStep(seq, output, frames, steady, (), (), self._reporting)
+        return frames
 
     def _encode_changed(
         self,
@@ -443,8 +533,9 @@ class SlotTable:
         resync = self._resync_rows(change.members.ended) if self._must_resync else None
         bits = np.zeros(self.capacity, np.bool_) if steady is None else steady.bits.copy()
         bits[change.rows.slots] = True
-        notes = self._notes(change, bits)
-        frames = self._encode_change(pack_bits(bits), change, read.tokens, resync, notes, ids)
+        notes = self._rows.notes(bits, change.members.ended, change.rows.drafted_slots)
+        bitmap = pack_bits(bits)
+        frames = self._encode_change(bitmap, change, read.tokens, resync, notes, ids)
         if isinstance(frames, StepFault):
             return frames
         if ids[3] is not None:
@@ -454,7 +545,7 @@ class SlotTable:
         if steady is not None:
             steady.num_pending += 1
         rows = change.rows
-        return EncodedStep(
+        encoded = EncodedStep(
             ids[2],
             output,
             frames,
@@ -468,14 +559,19 @@ class SlotTable:
             num_samples={**output.num_samples},
             num_drafts={**change.drafts.counts},
         )
+        if rows.num_drafts is not None and rows.num_drafts.all():
+            self._keep_drafts(encoded, rows, bits, bitmap)
+        return encoded
 
-    def _notes(self, change: _Change, bits: NDArray[np.bool_]) -> RowNotes:
-        """Return what a checked step says of rows besides their tokens. bits: its slots."""
-        notes, drafted = self._rows.notes(bits, change.members.ended), change.rows.num_drafts
-        if not notes.settled or drafted is None:
-            return notes
-        still = {*change.rows.slots[drafted > 0].tolist()}
-        return notes._replace(settled=[slot for slot in notes.settled if slot not in still])
+    def _keep_drafts(
+        self, step: EncodedStep, rows: ScheduledRows, bits: NDArray[np.bool_], bitmap: bytes
+    ) -> None:
+        """Keep the rows of a sent step, all of which decode; rows: those with drafts."""
+        self._steady_drafts = [own for own in self._steady_drafts if not own.bits[rows.slots].any()]
+        samples = DraftedSamples.of(step.sampled()[1], step.num_drafts)
+        if len(samples.req_ids) == step.output.num_requests:  # none waits for its mask
+            step.steady_drafts = SteadyDrafts(step.output, rows, bits, bitmap, samples)
+            self._steady_drafts.append(step.steady_drafts)
 
     def _check(
         self,
@@ -638,7 +734,7 @@ class SlotTable:
         rows, new, slot_of_new = change.rows, change.members.new, change.members.slot_of_new
         drafts, draft_ids = b"", b""
         if rows.num_drafts is not None:
-            drafts = _pairs(rows.slots, rows.num_drafts, rows.num_drafts > 0)
+            drafts = _chosen(rows.slots, rows.num_drafts, rows.num_drafts > 0)
             draft_ids = change.drafts.token_column(rows.drafted_ids)
         message = ExecuteModel(
             epoch=ids[0],
@@ -646,7 +742,7 @@ class SlotTable:
             seq=ids[2],
             total_num_scheduled_tokens=change.total,
             scheduled=scheduled,
-            num_scheduled_tokens=_pairs(rows.slots, rows.num_scheduled, rows.num_scheduled != 1),
+            num_scheduled_tokens=_chosen(rows.slots, rows.num_scheduled, rows.num_scheduled != 1),
             new_block_slots=change.blocks.given.slots,
             new_block_ids=change.blocks.given.ids,
             new_block_groups=change.blocks.given.groups,
@@ -658,8 +754,8 @@ class SlotTable:
             corrections=notes.corrections,
             num_drafts=drafts,
             draft_token_ids=draft_ids,
-            settled=named(notes.settled) if notes.settled else b"",
-            num_samples=_pairs(rows.slots, rows.num_samples, rows.num_samples > 1),
+            settled=named(notes.settled.tolist()) if notes.settled.size else b"",
+            num_samples=_chosen(rows.slots, rows.num_samples, rows.num_samples > 1),
             skip_drafts=change.skips_drafts,
         )
         return encode_checked(message, [*tokens, *change.sampling.frames], new, self._limits)
@@ -667,13 +763,18 @@ class SlotTable:
     def take_outcome(self, seq: int, result: StepResult) -> None:
         """Record tokens that the step `seq` counted for requests, but that they did not gain, and
         which outcomes of drafts are known: a later step tells the workers."""
-        refused, drafts = result.refused, result.drafts
-        for req_id in {**refused, **drafts}:
-            slot = self._slot_of.get(req_id)
-            if slot is not None:
-                had_drafts = req_id in drafts
-                count = refused.get(req_id, 0)
-                self._rows.take_outcome(slot, seq, count, had_drafts=had_drafts)
+        if result.refused:
+            slots = self._slots_left(result.refused)
+            counts = np.fromiter(result.refused.values(), np.int64, slots.size)
+            has_slot = slots >= 0
+            self._rows.refuse(slots[has_slot], counts[has_slot], seq)
+        if result.drafts:
+            slots = self._slots_left(result.drafts)
+            self._rows.take_outcomes(slots[slots >= 0], seq)
+
+    def _slots_left(self, req_ids: Collection[str]) -> NDArray[np.int64]:
+        """Return the slots of requests, -1 for those that have none any more."""
+        return np.fromiter(map(self._slot_of.get, req_ids, repeat(-1)), np.int64, len(req_ids))
 
     def _apply(self, change: _Change, notes: RowNotes, seq: int) -> None:
         """Account for a checked and encoded step; nothing here can fail."""
@@ -723,6 +824,7 @@ class SlotTable:
         self._deferred.release(slots)
         self._blocks.release(slots)
         self._steady = [steady for steady in self._steady if not steady.bits[slots].any()]
+        self._steady_drafts = [own for own in self._steady_drafts if not own.bits[slots].any()]
 
     def _admit(self, members: _Members, slots: Sequence[int]) -> None:
         self._slot_of.update(members.slot_of_new)
@@ -732,11 +834,18 @@ class SlotTable:
                 self._reporting = {**self._reporting, new.req_id: new.extensions}
 
     def _flush(self) -> None:
+        self._flush_counts()
+        self._blocks.count_appended()
+
+    def _flush_counts(self) -> None:
         for steady in self._steady:
             if steady.num_pending:
                 self._rows.advance(steady.slots, steady.num_pending)
                 steady.num_pending = 0
-        self._blocks.count_appended()
+        for drafts in self._steady_drafts:
+            if drafts.num_pending:
+                self._rows.advance(drafts.slots, drafts.num_pending * drafts.tokens_of_slots)
+                drafts.num_pending = 0
 
     def _resync_rows(self, ended: Sequence[int]) -> bytes:
         is_live = ~self._is_free
@@ -767,11 +876,9 @@ def check_deferred(
             refuse(wrong_ids(f"step {seq} has not deferred it", field, wrong))
 
 
-def _pairs(slots: Int32s, numbers: Int32s, chosen: NDArray[np.bool_]) -> bytes:
+def _chosen(slots: Int32s, numbers: Int32s, chosen: NDArray[np.bool_]) -> bytes:
     """Return pairs (slot, number) of the chosen rows."""
-    pairs = np.empty((int(np.count_nonzero(chosen)), 2), "<i4")
-    pairs[:, 0], pairs[:, 1] = slots[chosen], numbers[chosen]
-    return pairs.tobytes()
+    return pairs(slots[chosen], numbers[chosen])
 
 
 def _as_message(request: NewRequest, slot: int) -> NewRequestData:

@@ -2,6 +2,7 @@
 which counts it calls exact again."""
 
 import random
+import sys
 from collections import deque
 
 import msgspec
@@ -313,17 +314,35 @@ class Bounds:
         self.blocks = blocks
 
 
+def random_fields(rng, requests, begun):
+    """Counts, decodes and drafts of a random step. begun: its new requests."""
+    counts, decodes, drafts = {}, [], {}
+    for name, own in requests.items():
+        left, choice = own.num_tokens - own.num_computed, rng.random()
+        if choice < 0.2 and name not in begun:
+            continue
+        if choice < 0.6 and not (name in begun and choice < 0.4):
+            drafts[name] = rng.randrange(1, 6)
+            counts[name] = left + drafts[name]
+        elif left == 1 and name not in begun and rng.random() < 0.7:
+            decodes.append(name)
+        else:
+            counts[name] = rng.randrange(1, left + 1)
+    return counts, decodes, drafts
+
+
 @pytest.mark.parametrize("accuracy", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("seed", seeds(2, of=10))
 def test_random_steps_with_drafts_mean_the_same_to_a_daemon(seed, accuracy):
-    """Steps are sent before the outcomes of up to three others are known, and some are sent in
-    full. Tokens are those without drafts."""
+    """Steps are sent before the outcomes of up to three others are known, some are sent in full,
+    and many go on as the step before. Tokens are those without drafts."""
     rng = random.Random(seed)
     table = SlotTable(8, GroupLimits(10_000, 512, 1000, 4096, 4, num_speculative_tokens=5))
     daemon = DraftingDaemon(rng, accuracy, 5)
     requests: dict[str, Bounds] = {}
     in_flight: deque = deque()
-    prompts, num_done = {}, 0
+    prompts, num_done, num_repeated = {}, 0, 0
+    last: tuple[dict, list, dict] | None = None
 
     def take_oldest():
         encoded, frames = in_flight.popleft()
@@ -338,7 +357,7 @@ def test_random_steps_with_drafts_mean_the_same_to_a_daemon(seed, accuracy):
                 requests[name].num_tokens -= count
 
     for seq in range(1, 150):
-        new, finished, counts, decodes, drafts, given = [], [], {}, [], {}, {}
+        new, finished = [], []
         for name in [name for name, own in requests.items() if len(own.known) > 60]:
             finished.append(name)
             own, prompt = requests.pop(name), prompts[name]
@@ -354,25 +373,19 @@ def test_random_steps_with_drafts_mean_the_same_to_a_daemon(seed, accuracy):
             requests[name] = Bounds(prompts[name], blocks)
             tokens = np.array(prompts[name], np.int32)
             new.append(NewRequest(name, tokens, len(tokens), 0, blocks))
-        for name, own in requests.items():
-            left = own.num_tokens - own.num_computed
-            begins = any(each.req_id == name for each in new)
-            choice = rng.random()
-            if choice < 0.2 and not begins:
-                continue
-            if choice < 0.6 and not (begins and choice < 0.4):
-                drafts[name] = count = rng.randrange(1, 6)
-                counts[name] = left + count
-                if rng.random() < 0.3:
-                    given[name] = [rng.randrange(1000) for _ in range(count)]
-                own.num_tokens += count + 1
-            elif left == 1 and not begins and rng.random() < 0.7:
-                decodes.append(name)
-                own.num_tokens += 1
-            else:
-                counts[name] = rng.randrange(1, left + 1)
-                own.num_tokens += counts[name] == left
-            own.num_computed += counts.get(name, 1)
+        goes_on = bool(last) and not (new or finished) and rng.random() < 0.7
+        fields = last if goes_on else random_fields(rng, requests, {each.req_id for each in new})
+        counts, decodes, drafts = fields
+        for name in [*counts, *decodes]:
+            own, count = requests[name], counts.get(name, 1)
+            own.num_computed += count
+            if own.num_computed == own.num_tokens + drafts.get(name, 0):
+                own.num_tokens += drafts.get(name, 0) + 1
+        given = {
+            name: [rng.randrange(1000) for _ in range(count)]
+            for name, count in drafts.items()
+            if rng.random() < 0.3
+        }
         if rng.random() < 0.1:
             table.require_resync()
         output = SchedulerOutput(
@@ -384,11 +397,119 @@ def test_random_steps_with_drafts_mean_the_same_to_a_daemon(seed, accuracy):
             draft_token_ids=given,
         )
         encoded = table.encode(output, **IDS, seq=seq)
+        num_repeated += goes_on and encoded.steady_drafts is not None
+        only_decodes = drafts and counts == {name: 1 + count for name, count in drafts.items()}
+        last = (counts, decodes, drafts) if only_decodes and not (new or finished) else None
         in_flight.append((encoded, encoded.frames))
         while len(in_flight) > rng.randrange(4):
             take_oldest()
-    assert num_done > 3 and daemon.num_settled > 10
+    assert num_done > 3 and daemon.num_settled > 5 and num_repeated > 5
     assert (daemon.num_accepted > 20) == (accuracy > 0)
+
+
+def many(count, limits, length=3):
+    """A table whose requests decode; of the first, all but one request in four have drafts."""
+    table, names = SlotTable(count, limits), [f"r{at}" for at in range(count)]
+    new = [new_request(name, length, [1 + at]) for at, name in enumerate(names)]
+    counts = dict.fromkeys(names, length)
+    table.encode(SchedulerOutput(counts, scheduled_new_reqs=new), **IDS, seq=1)
+    drafts = dict.fromkeys(names[: -count // 4], 4)
+    return table, drafts, tuple(names[-count // 4 :])
+
+
+def going_on(drafts, decoding, **fields):
+    """A step of mappings that were made for it."""
+    counts = {name: 1 + count for name, count in drafts.items()}
+    return SchedulerOutput(counts, decoding, num_drafts={**drafts}, **fields)
+
+
+def python_calls(function):
+    calls = []
+    sys.setprofile(lambda frame, event, _: event == "call" and calls.append(frame.f_code.co_name))
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_a_step_that_goes_on_with_drafts_makes_as_many_calls_for_any_number_of_requests():
+    """Its columns are those of the step before, but for blocks and corrections; so is its reply
+    read, and what the requests have gained noted."""
+    made, read = [], []
+    for count in (4, 200):
+        limits = GroupLimits(4096, 600, 1000, 4000, 16, num_speculative_tokens=4)
+        table, drafts, decoding = many(count, limits)
+        encoded = [table.encode(going_on(drafts, decoding), **IDS, seq=seq) for seq in (2, 3)]
+        slots = range(count)
+        counts = [1 + at % 5 if at < len(drafts) else 1 for at in slots]
+        reply = reply_to(encoded[0], slots, range(sum(counts)), counts)
+
+        def take(table=table, step=encoded[0], reply=reply):
+            table.take_outcome(step.seq, table.decode(step, reply, []))
+
+        read.append(python_calls(take))
+        blocks = {name: [1000 + at] for at, name in enumerate([*drafts, *decoding])}
+        fields = {"new_block_ids": blocks, "skip_drafts": True}
+        step = going_on(drafts, decoding, **fields)
+        made.append(python_calls(lambda: encoded.append(table.encode(step, **IDS, seq=4))))  # noqa: B023  # called at once
+        first, second, third = map(message_of, encoded)
+        assert msgspec.structs.replace(second, seq=2) == first
+        lacking = [[at, 4 - at % 5] for at in range(len(drafts)) if at % 5 < 4]
+        assert pairs(third.corrections) == lacking and third.skip_drafts
+        assert np.frombuffer(third.new_block_ids, "<i4").tolist() == [1000 + at for at in slots]
+        plain = {"corrections": b"", "new_block_ids": b"", "new_block_slots": b""}
+        assert msgspec.structs.replace(third, seq=2, skip_drafts=False, **plain) == first
+    assert len(made[0]) == len(made[1]) <= 28, made[0]
+    assert len(read[0]) == len(read[1]) <= 32, read[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "fix"),
+    [
+        ({"draft_token_ids": {"r0": [1, 2, 3, 1000]}}, "draft_token_ids", "0 to 999"),
+        ({"draft_token_ids": {"r0": [1]}}, "draft_token_ids", "give 4"),
+        ({"draft_token_ids": [1]}, "draft_token_ids", "mapping"),
+        ({"new_block_ids": {"r0": [50, 2]}}, "block_ids", "no other request uses"),
+        ({"new_block_ids": {"r0": [99]}}, "block_ids", "1 to 98"),
+        ({"new_block_ids": {"x": [50]}}, "block_ids", ""),
+        ({"skip_drafts": 1}, "skip_drafts", "True or False"),
+        ({"num_samples": {"r0": 1}}, "num_samples", "give one of"),
+        ({"finished_req_ids": ["r1"]}, "finished_req_ids", ""),
+    ],
+)
+def test_a_step_that_goes_on_with_drafts_is_checked_as_any_other(fields, field, fix):
+    limits = GroupLimits(64, 64, 1000, 99, 16, num_speculative_tokens=4)
+    table, drafts, decoding = many(8, limits)
+    for seq in (2, 3):
+        table.encode(going_on(drafts, decoding), **IDS, seq=seq)
+    with pytest.raises(InvalidSchedulerOutput) as refused:
+        table.encode(going_on(drafts, decoding, **fields), **IDS, seq=4)
+    assert field in refused.value.field and fix in refused.value.fix
+    brought = {"draft_token_ids": {"r1": [4, 3, 2, 1]}, "new_block_ids": {"r0": [50, 51]}}
+    last = table.encode(going_on(drafts, decoding, **brought), **IDS, seq=4)
+    column = np.frombuffer(message_of(last).draft_token_ids, "<i4").tolist()
+    assert column[:9] == [-1, -1, -1, -1, 4, 3, 2, 1, -1] and len(column) == 24
+
+
+def test_a_step_that_goes_on_with_drafts_ends_within_max_model_len():
+    """By the corrected count, also behind steps without drafts."""
+    limits = GroupLimits(64, 24, 1000, 99, 16, num_speculative_tokens=4)
+    table, drafts, decoding = many(4, limits)
+    plain, drafted = (
+        SchedulerOutput(decode_req_ids=(*drafts, *decoding)),
+        going_on(drafts, decoding),
+    )
+    outputs = (drafted, plain, plain, drafted, drafted)
+    steps = [table.encode(output, **IDS, seq=seq) for seq, output in enumerate(outputs, 2)]
+    with pytest.raises(
+        InvalidSchedulerOutput, match="would end at 25"
+    ):  # 3 + 5 + 1 + 1 + 5 + 5 + 5
+        table.encode(drafted, **IDS, seq=7)
+    reply = reply_to(steps[0], range(4), range(4), [1] * 4)
+    table.take_outcome(2, table.decode(steps[0], reply, []))
+    last = message_of(table.encode(drafted, **IDS, seq=7))
+    assert pairs(last.corrections) == [[0, 4], [1, 4], [2, 4]]
 
 
 def test_replicas_in_lockstep_have_drafts_beside_masks():
