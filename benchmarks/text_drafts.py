@@ -34,7 +34,7 @@ from worker_client.group.loading import LoadedGroup
 from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, scheduler_limits
-from worker_client.scheduler.draft_lengths import DraftingChange
+from worker_client.scheduler.drafting.payoffs import DraftingChange
 from worker_client.scheduler_output import StepResult
 from worker_client.worker_group import WorkerGroup
 from worker_daemon.contracts.arrays import Int64s

@@ -14,12 +14,13 @@ class DraftCounts:
         self._by_accepted = [0]
         """For each number of accepted drafts, how often a request had so many in a step."""
 
-    def add(self, num_drafted: int, num_accepted: int) -> None:
-        """Count the drafts of a request in a step, at least one. num_accepted: leading ones."""
+    def add(self, num_drafted: int, num_accepted: int, num_times: int = 1) -> None:
+        """Count the drafts of a request in a step, at least one. num_accepted: leading ones;
+        num_times: such requests."""
         while len(self._by_accepted) <= num_drafted:
             self._by_accepted.append(0)
-        self._by_accepted[num_accepted] += 1
-        self.num_drafted += num_drafted
+        self._by_accepted[num_accepted] += num_times
+        self.num_drafted += num_drafted * num_times
 
     def include(self, other: "DraftCounts") -> None:
         """Add the counts of another one."""

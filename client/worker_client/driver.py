@@ -2,7 +2,7 @@
 reports failures to the scheduler, and measures times. Optional features are in driver_parts/."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -290,8 +290,8 @@ class Driver:
     def _settle(self, flight: StepInFlight, result: StepResult) -> None:
         """Pass the result of the oldest step on."""
         self._steps.in_flight.popleft()
-        for outcome in result.drafts.values():
-            self.drafts.add(*outcome)
+        for outcome, num_times in Counter(result.drafts.values()).items():
+            self.drafts.add(*outcome, num_times)
         shown = result
         for settle in self._parts.settle:
             shown = settle(flight, shown)

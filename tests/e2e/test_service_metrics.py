@@ -15,7 +15,7 @@ from benchmarks.demo_model import make_demo_model
 from rpc_schema.config import SpeculativeConfig
 from tests.support.serving import worker_config
 from tests.support.waiting import PATIENCE_S
-from worker_client.scheduler.draft_lengths import DraftingChange
+from worker_client.scheduler.drafting.payoffs import DraftingChange
 from worker_client.service.access import KeyCheck
 from worker_client.service.admission import Admission
 from worker_client.service.app import make_app

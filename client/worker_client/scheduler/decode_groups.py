@@ -2,9 +2,24 @@
 requests."""
 
 from collections.abc import Iterator, Mapping
+from typing import Final, NamedTuple
 
 from worker_client.scheduler.request import Request
 from worker_client.steps.drafts import NO_DRAFTS
+
+
+class DecodedRequests(NamedTuple):
+    """The requests that a step decodes, as in SchedulerOutput: the same objects in each step of a
+    group that goes on in the same way."""
+
+    req_ids: tuple[str, ...] = ()
+    """Those without drafts."""
+    num_drafts: Mapping[str, int] = NO_DRAFTS
+    num_scheduled: Mapping[str, int] = NO_DRAFTS
+    """Tokens of those with drafts."""
+
+
+NONE_DECODED: Final = DecodedRequests()
 
 
 class DecodeGroups:
@@ -20,6 +35,8 @@ class DecodeGroups:
         self._groups: list[dict[str, Request]] = [{} for _ in range(num_stages)]
         self._ids: list[tuple[str, ...] | None] = [None] * num_stages
         """Ids of a complete group, built when all of it is ready; None after a change."""
+        self._drafted = [NONE_DECODED] * num_stages
+        """The last step with drafts of each group."""
         self._turn = 0
 
     @property
@@ -70,20 +87,20 @@ class DecodeGroups:
         index: int | None,
         decodes: Mapping[str, Request],
         drafts: Mapping[str, int] = NO_DRAFTS,
-    ) -> tuple[str, ...]:
+    ) -> DecodedRequests:
         """Record a step that decodes these requests of group `index`; none if index is None.
-        drafts: those of each request with some. Return the ids of the others: the same object as
-        long as it is the complete, unchanged group."""
+        drafts: those of each request with some."""
         index = self._turn if index is None else index
-        is_whole = len(decodes) == len(self._groups[index]) and not drafts
-        req_ids = (self._ids[index] if is_whole else None) or tuple(decodes)
         if drafts:
-            req_ids = tuple(req_id for req_id in decodes if req_id not in drafts)
+            decoded = self._with_drafts(index, decodes, drafts)
             for req_id, count in drafts.items():
                 request = decodes[req_id]
                 request.num_computed += count
                 request.num_tokens += count
                 request.num_drafts_in_flight += count
+        else:
+            is_whole = len(decodes) == len(self._groups[index])
+            decoded = DecodedRequests((self._ids[index] if is_whole else None) or tuple(decodes))
         complete = []
         for request in decodes.values():
             request.num_computed += 1
@@ -94,4 +111,15 @@ class DecodeGroups:
         for request in complete:
             self.leave(request)
         self._turn = (index + 1) % len(self._groups)
-        return req_ids
+        return decoded
+
+    def _with_drafts(
+        self, index: int, decodes: Mapping[str, Request], drafts: Mapping[str, int]
+    ) -> DecodedRequests:
+        """Return the requests of a step with drafts."""
+        req_ids = tuple([req_id for req_id in decodes if req_id not in drafts])
+        last = self._drafted[index]
+        if drafts != last.num_drafts or req_ids != last.req_ids:
+            counts = {req_id: 1 + count for req_id, count in drafts.items()}
+            self._drafted[index] = DecodedRequests(req_ids, {**drafts}, counts)
+        return self._drafted[index]

@@ -4,179 +4,91 @@ of its drafts so far, and by what steps of so many rows and tokens have taken.
 A request gains one token, and one more for each draft that is accepted. The chance that its j-th
 draft is accepted is the product of its acceptance rates up to j, so each further draft is worth
 less. Of all drafts, the most valuable ones are taken as long as they raise the tokens per second of
-the whole step. What is known of the device's drafts says nothing about guesses of the host, nor the
-reverse.
+the whole step. The value of the last one is the step's price, by which the drafts of the next steps
+are chosen too, until it is reviewed. drafting/ has the parts.
 """
 
-import logging
-import math
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from worker_client.scheduler.acceptance import OVERALL_GAIN, Acceptance
+from worker_client.scheduler.drafting.acceptance import Acceptance, Source
+from worker_client.scheduler.drafting.device_rest import DeviceRest
+from worker_client.scheduler.drafting.payoffs import (
+    DraftingChange,
+    OnDraftingChange,
+    Payoffs,
+    log_change,
+)
+from worker_client.scheduler.drafting.probes import Probes
+from worker_client.scheduler.drafting.step_costs import StepCosts, StepTimer, column
 from worker_client.scheduler.request import Request
 from worker_client.scheduler.step_budget import Clock
 from worker_client.scheduler_output import DraftOutcome
 
 Float64s = NDArray[np.float64]
+Int64s = NDArray[np.int64]
 
-_LOG = logging.getLogger(__name__)
-
-PROBE_SHARE: Final = 0.005
-"""Share of the time that may be spent on steps which only find out more."""
-PROBE_EVERY: Final = 16
-"""Steps from one such step to the next at least, however little it costs."""
-RESTS_AFTER: Final = 16
-"""Steps in a row for which no drafts are chosen, after which the device makes none."""
-MOST_SKIPPED: Final = 1024
-"""Steps of which it is known that the device has made no drafts after them."""
-FIRST_PROBE: Final = 3
-"""Steps before the first one, which has no drafts and may cost what it will, and twice as many
-before each further one until the cost of a token is known: steps with prompts tell nothing."""
-MOST_SAVED: Final = 2.0
-"""Steps whose time may be saved for such steps at most."""
-STALE: Final = 512
-"""Steps after which the time of a step without drafts is measured again."""
-TIME_GAIN: Final = 1 / 8
-"""Weight of a new time in the mean of its cell."""
-OUTLIER: Final = 0.5
-"""Relative error beyond which a time is believed only if the next one repeats it."""
-NUM_FIRST: Final = 4
-"""Times of a cell that are believed in any case."""
-ROWS_PER_OCTAVE: Final = 4
-"""Columns of the table for each doubling of a step's rows."""
-MOST_EXACT: Final = 128
-"""Up to so many tokens, each number has a cell of its own: graphs have sizes."""
-TOKENS_PER_OCTAVE: Final = 32
-"""Cells for each doubling of a step's tokens beyond."""
+REVIEW_EVERY: Final = 8
+"""Steps from one review of the price to the next, unless the number of rows changes before: in so
+many, outcomes change little. Fewer at first: one more after each so many steps."""
 
 
-class DraftingChange(NamedTuple):
-    """Drafts that have paid do not any more, for good; or they pay again."""
+class _Batch:
+    """Requests that decode together, and their drafts by the price of their steps."""
 
-    req_id: str | None
-    """The request; None: all of them."""
-    pays: bool
-    acceptance: float
-    """Share of first drafts that are accepted, as it is now."""
+    def __init__(self, requests: list[Request], before: "_Batch | None") -> None:
+        """before: the batch of the step before."""
+        self.requests = requests
+        self.rows = np.array([own.draft_row for own in requests], np.int64)
+        """Row of each request in Acceptance."""
+        self.on_device = np.array([own.traits.may_draft for own in requests], np.bool_)
+        self.drafted = [own for own in requests if own.traits.may_draft]
+        """Requests whose drafts the device makes."""
+        self.guessed = [own for own in requests if not own.traits.may_draft]
+        """Requests whose drafts the driver brings."""
+        self.column = column(len(requests))
+        self.price: float = before.price if before is not None else 0.0
+        """Least gain of a draft that pays, in tokens."""
+        is_as_large = before is not None and before.column == self.column
+        self.age: int = before.age if before is not None and is_as_large else -1
+        """Steps since the review of the price; -1: it is due."""
+        self.wanted: Int64s = np.zeros(len(requests), np.int64)
+        """Drafts of each that pay; those that are certain do not count."""
+        self.counts: dict[str, int] = {}
+        """Drafts of the device in the last step."""
+        self.num_left = 0
+        """Further steps for which there is room for any number of these."""
+        self.num_skipped = -1
+        """DeviceRest.num_skipped when the device had made drafts for all of them."""
 
+    def leave(self) -> None:
+        """Drop the requests, one of which has ended; what is known of their steps stays."""
+        self.requests, self.drafted, self.guessed = [], [], []
 
-OnDraftingChange: TypeAlias = Callable[[DraftingChange], None]
-
-
-def log_change(change: DraftingChange) -> None:
-    """Log a change, as the event drafting_stopped or drafting_resumed; of a single request as
-    request_drafting_stopped, ..."""
-    whose = "drafts" if change.req_id is None else f"drafts of request {change.req_id!r}"
-    what = "pay again" if change.pays else "do not pay any more, and are left out"
-    event = "drafting_resumed" if change.pays else "drafting_stopped"
-    if change.req_id is not None:
-        event = f"request_{event}"
-    share = 100 * change.acceptance
-    _LOG.warning("%s %s: %.0f %% are accepted", whose, what, share, extra={"event": event})
-
-
-class _Cell:
-    """Mean time of steps of about so many tokens."""
-
-    def __init__(self) -> None:
-        self.num_tokens = self.seconds = 0.0
-        self.count = 0
-        self._had_outlier = False
-
-    def learn(self, num_tokens: int, seconds: float) -> None:
-        is_far = self.count >= NUM_FIRST and abs(seconds - self.seconds) > OUTLIER * self.seconds
-        ignored, self._had_outlier = is_far and not self._had_outlier, is_far
-        if ignored:
-            return
-        self.count += 1
-        gain = max(TIME_GAIN, 1 / self.count)
-        self.num_tokens += (num_tokens - self.num_tokens) * gain
-        self.seconds += (seconds - self.seconds) * gain
+    def choose_by_price(self, chances: Float64s) -> None:
+        """Choose drafts. chances: float64 [requests, positions]."""
+        self.wanted = np.count_nonzero(chances >= self.price, axis=1)
+        self.num_left = 0
 
 
-def _column(num_rows: int) -> int:
-    return round(ROWS_PER_OCTAVE * math.log2(num_rows))
+class _Drafts(NamedTuple):
+    """Drafts that the requests of a batch may have in its next step."""
 
-
-def _place(num_tokens: int) -> int:
-    if num_tokens <= MOST_EXACT:
-        return num_tokens
-    return MOST_EXACT + round(TOKENS_PER_OCTAVE * math.log2(num_tokens / MOST_EXACT))
-
-
-class StepCosts:
-    """The measured times of steps that only decode, by their rows and tokens."""
-
-    def __init__(self) -> None:
-        self._by_rows: dict[int, dict[int, _Cell]] = {}
-        self._undrafted: dict[int, int] = {}
-        """By column, the number of the last step without drafts."""
-        self._num_steps = 0
-
-    def learn(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """Take the time of a step into account."""
-        self._num_steps += 1
-        cells = self._by_rows.setdefault(_column(num_rows), {})
-        cells.setdefault(_place(num_tokens), _Cell()).learn(num_tokens, seconds)
-        if num_rows == num_tokens:
-            self._undrafted[_column(num_rows)] = self._num_steps
-
-    @property
-    def has_slope(self) -> bool:
-        """Return True if the cost of a token is known."""
-        return any(len(cells) > 1 for cells in self._by_rows.values())
-
-    def knows_undrafted(self, num_rows: int) -> bool:
-        """Return True if the time of a step without drafts was measured lately."""
-        last = self._undrafted.get(_column(num_rows))
-        return last is not None and self._num_steps - last < STALE
-
-    def seconds(self, num_rows: int, num_tokens: Float64s) -> Float64s:
-        """Return the expected times of steps: between measured cells on a line, beyond them with
-        the slope of the nearest rows that have several. Before anything is measured, a step takes
-        one second whatever its tokens."""
-        if not self._by_rows:
-            return np.ones(num_tokens.size)
-        place = _column(num_rows)
-        nearest = sorted(self._by_rows, key=lambda rows: (abs(rows - place), rows))
-        slope = next((s for rows in nearest if (s := self._slope(rows)) is not None), 0.0)
-        tokens, times = self._curve(nearest[0])
-        inside = np.interp(num_tokens, tokens, times)
-        beyond = np.maximum(num_tokens - tokens[-1], 0) - np.maximum(tokens[0] - num_tokens, 0)
-        expected: Float64s = np.maximum(inside + slope * beyond, times.min() / 2)
-        return expected
-
-    def _curve(self, rows: int) -> tuple[Float64s, Float64s]:
-        cells = sorted(self._by_rows[rows].values(), key=lambda cell: cell.num_tokens)
-        tokens = np.array([cell.num_tokens for cell in cells])
-        return tokens, np.array([cell.seconds for cell in cells])
-
-    def _slope(self, rows: int) -> float | None:
-        """Return the seconds of a further token; None if only one cell is known."""
-        tokens, times = self._curve(rows)
-        if tokens.size < 2 or tokens[-1] <= tokens[0]:
-            return None
-        return max(0.0, float((times[-1] - times[0]) / (tokens[-1] - tokens[0])))
-
-
-class _TimedStep(NamedTuple):
-    num_rows: int
-    num_tokens: int
-    only_decodes: bool
-    sent_s: float
-    is_alone: bool
-    """No other step was in flight when it was sent."""
+    room: Int64s
+    """int64 [requests]: their number."""
+    certain: Int64s
+    """Those of them that are accepted for certain, the first ones."""
+    chances: Float64s
+    """float64 [requests, positions]: the chance of each to be accepted, 0 where there is none."""
 
 
 class DraftLengths:
     """Chooses the drafts of each step, and learns from the steps' outcomes. Belongs to the
-    scheduler; Request.acceptance is its own."""
+    scheduler; Request.draft_row is its own."""
 
     def __init__(
         self,
@@ -187,190 +99,228 @@ class DraftLengths:
     ) -> None:
         """most: drafts of a request in a step at most. on_change: is told what changes for good."""
         self._most = most
-        self._num_stages = num_stages
-        self._clock = clock
-        self._costs = StepCosts()
-        self._overall = Acceptance(most, OVERALL_GAIN)
-        """That of all requests with drafts of the device, with which new ones begin."""
-        self._guessed = Acceptance(most, OVERALL_GAIN)
-        """The same of requests whose drafts are guesses of the driver."""
-        self._in_flight: deque[_TimedStep] = deque()
-        self._last_result_s = -math.inf
-        self._saved_s = 0.0
-        """Time that may be spent on probes."""
-        self._num_choices = 0
-        self._last_probe = self._num_probes = 0
-        self._num_idle = 0
-        """Choices in a row without drafts."""
-        self._skipped: dict[int, None] = {}
-        """Last steps after which the device has made no drafts, the oldest first."""
-        self.asks = True
-        """The device is to make drafts after the next step."""
         self._on_change = on_change
+        self._timer = StepTimer(num_stages, clock)
+        self._costs = StepCosts()
+        self._acceptance = Acceptance(most)
+        self._probes = Probes(most, self._costs)
+        self._rest = DeviceRest()
+        self._payoffs = Payoffs()
+        self._overall_payoffs = Payoffs()
+        self._batches: dict[int, _Batch] = {}
+        """The requests that each group has decoded last."""
+        self._num_steps = 0
+        """Steps whose requests may have drafts."""
+        self._num_priced = 0
+        """Those of them since the cost of a token is known."""
+        self._awaits_drafts = False
+        """A probe is to follow, for which the device has to make drafts first."""
 
-    def choose(self, requests: Sequence[Request]) -> Mapping[str, int]:
-        """Return the drafts of each request that is to have some. requests: all that decode."""
+    @property
+    def asks(self) -> bool:
+        """True if the device is to make drafts after the next step."""
+        return self._rest.asks
+
+    def choose(self, requests: Sequence[Request], group: int = 0) -> Mapping[str, int]:
+        """Return the drafts of each request that is to have some. requests: all that decode;
+        group: those that decode together, in one step after the other."""
         if not requests:
             return {}
-        if self._rests(requests):
+        batch = self._batches.get(group)
+        if batch is None or batch.requests != requests:
+            batch = self._batches[group] = self._begin(list(requests), batch)
+        if not (batch.drafted or any(own.num_expected for own in batch.guessed)):
             return {}
-        room = np.array([max(0, min(self._most, own.most_drafts)) for own in requests])
-        if not room.any():
-            return {}
-        owners, values = self._values(requests, room)
-        self._num_choices += 1
-        order = np.argsort(-values, kind="stable")
-        gained = len(requests) + np.concatenate(([0.0], np.cumsum(values[order])))
-        times = self._costs.seconds(
-            len(requests), len(requests) + np.arange(gained.size, dtype=float)
-        )
-        best = int(np.argmax(gained / times))
-        counts = np.bincount(owners[order[:best]], minlength=len(requests))
-        self._note_choice(requests, counts)
-        on_device = np.array([own.traits.may_draft for own in requests])
-        self._num_idle = 0 if counts[on_device].any() else self._num_idle + 1
-        self.asks = self._num_idle < RESTS_AFTER or not self._costs.has_slope
-        is_there = ~on_device | [own.last_step not in self._skipped for own in requests]
-        rate = float(gained[best] / times[best])
-        counts = self._probe(len(requests), counts, room, rate, is_there) * is_there
-        return {request.id: n for request, n in zip(requests, counts.tolist(), strict=True) if n}
-
-    def _rests(self, requests: Sequence[Request]) -> bool:
-        """Return True if the device's drafts have not paid lately, no request has drafts that the
-        driver brings, and it is not yet time to find out whether the device's would pay now."""
-        if self.asks or self._num_choices + 1 - self._last_probe >= PROBE_EVERY:
-            return False
-        if any(request.num_expected for request in requests):
-            return False
-        if self._overall.note_choice(has_drafts=False):
-            self._on_change(DraftingChange(None, False, self._overall.rates[0]))
-        self._num_choices += 1
-        return True
+        self._num_steps += 1
+        self._num_priced += self._costs.has_slope
+        probe = self._review(batch) if self._is_due(batch) else None
+        batch.age += 1
+        if probe is not None:
+            return probe
+        counts = self._device_drafts(batch)
+        self._plan_rest(is_used=bool(counts))
+        return {**counts, **self._guesses(batch)} if batch.guessed else counts
 
     def sent(self, number: int, num_rows: int, num_tokens: int, *, only_decodes: bool) -> None:
         """Note that a step is sent. num_tokens: of requests that decode, with their drafts."""
-        if not self.asks:
-            self._skipped[number] = None
-            if len(self._skipped) > MOST_SKIPPED:
-                del self._skipped[next(iter(self._skipped))]
-        now_s, is_alone = self._clock(), not self._in_flight
-        self._in_flight.append(_TimedStep(num_rows, num_tokens, only_decodes, now_s, is_alone))
+        self._rest.sent(number)
+        self._timer.sent(num_rows, num_tokens, only_decodes=only_decodes)
 
     def done(self) -> None:
         """Note the result of the oldest step in flight, and learn from its time."""
-        if not self._in_flight:
-            return
-        step, now_s = self._in_flight.popleft(), self._clock()
-        seconds = now_s - max(step.sent_s, self._last_result_s)
-        self._last_result_s = now_s
-        if step.is_alone:  # it has passed all stages, one after the other
-            seconds /= self._num_stages
-        if step.num_rows and step.only_decodes and seconds > 0:
+        timed = self._timer.done()
+        if timed is not None:
+            step, seconds = timed
             self._costs.learn(step.num_rows, step.num_tokens, seconds)
-            self._saved_s = min(self._saved_s + PROBE_SHARE * seconds, MOST_SAVED * seconds)
+            self._probes.save(seconds)
 
     def failed(self, num_steps: int) -> None:
         """Forget the last steps in flight: they have no result."""
-        for _ in range(min(num_steps, len(self._in_flight))):
-            self._in_flight.pop()
+        self._timer.failed(num_steps)
 
-    def learn(self, request: Request, outcome: DraftOutcome) -> None:
-        """Take the outcome of a request's drafts into account, without those that were certain."""
-        self._own(request).learn(outcome)
-        self._of_all(request).learn(outcome)
+    def learn(self, outcomes: Sequence[tuple[Request, DraftOutcome]]) -> None:
+        """Take the outcomes of requests' drafts into account, without those that were certain."""
+        known = [(own.draft_row, outcome) for own, outcome in outcomes if own.draft_row >= 0]
+        self._acceptance.note(known)
 
-    def _of_all(self, request: Request) -> Acceptance:
-        """Return the acceptance of all requests whose drafts have the same source."""
-        return self._overall if request.traits.may_draft else self._guessed
+    def forget(self, request: Request) -> None:
+        """Note that a request has ended."""
+        if request.draft_row >= 0:
+            for batch in self._batches.values():
+                if request.draft_row in batch.rows:
+                    batch.leave()
+            self._acceptance.end(request.draft_row)
+            request.draft_row = -1
 
-    def _own(self, request: Request) -> Acceptance:
-        if request.acceptance is None:
-            request.acceptance = self._of_all(request).copy()
-        return request.acceptance
+    def _begin(self, requests: list[Request], before: _Batch | None) -> _Batch:
+        """Return the batch of these requests, after another one of their group."""
+        for request in requests:
+            if request.draft_row < 0:
+                source = Source.DEVICE if request.traits.may_draft else Source.DRIVER
+                request.draft_row = self._acceptance.begin(source)
+                self._payoffs.begin(request.draft_row)
+        batch = _Batch(requests, before)
+        if batch.age >= 0:
+            batch.choose_by_price(self._chances(batch))
+        return batch
 
-    def _values(
-        self, requests: Sequence[Request], room: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], Float64s]:
-        """Return, for each draft that a request may have, the request's place and the tokens that
-        it is expected to gain by it. room: drafts that each may have."""
-        chances = np.cumprod(self._rates(requests), axis=1)
-        owners, places = np.nonzero(np.arange(self._most) < room[:, None])
-        return owners.astype(np.int64), chances[owners, places].astype(np.float64)
-
-    def _rates(self, requests: Sequence[Request]) -> Float64s:
-        """Return the expected acceptance rates of drafts, float64 [requests, positions]. A guess
-        behind drafts that are certain counts as a first one."""
-        rates = self._overall.rates_of([self._own(request) for request in requests])
-        guessing = [i for i, request in enumerate(requests) if not request.traits.may_draft]
-        if guessing:
-            own = [self._own(requests[i]) for i in guessing]
-            rates[guessing] = self._guessed.rates_of(own)
-        for i in guessing:
-            num_certain = min(requests[i].num_certain, self._most)
-            if num_certain:
-                rates[i, num_certain:] = rates[i, : self._most - num_certain]
-                rates[i, :num_certain] = 1.0
-        return rates
-
-    def _probe(
-        self,
-        num_rows: int,
-        counts: NDArray[np.int64],
-        room: NDArray[np.int64],
-        rate: float,
-        is_there: NDArray[np.bool_],
-    ) -> NDArray[np.int64]:
-        """Return other counts, from time to time, to find out more: none at all if the time of
-        such a step is not known; else the same number for each request, one after the other where
-        drafts pay, and 1 where they do not. Drafts that are not there yet are asked for instead.
-        rate: tokens per second of the best choice, as expected. is_there: bool [requests]."""
-        total, is_first = int(counts.sum()), not self._costs.has_slope
-        wait = FIRST_PROBE << min(self._num_probes, 16) if is_first else PROBE_EVERY
-        if self._num_choices - self._last_probe < wait:
-            return counts
-        if total and not self._costs.knows_undrafted(num_rows):
-            other = np.zeros_like(counts)
-        else:
-            other = np.minimum(1 + self._num_probes % self._most if total else 1, room)
-        num_other = int(other.sum())
-        if num_other == total:
-            return counts
-        best_s, other_s = self._costs.seconds(
-            num_rows, num_rows + np.array([total, num_other], float)
-        )
-        # Drafts beyond the best choice are counted as if they gained nothing; with fewer, all are.
-        gained = best_s * rate if num_other > total else num_rows
-        cost_s = 0.0 if is_first else max(0.0, float(other_s - gained / rate))
-        if cost_s > self._saved_s:
-            return counts
-        if (other > counts)[~is_there].any():
-            self.asks = True
-            return counts
-        self._saved_s -= cost_s
-        self._last_probe = self._num_choices
-        self._num_probes += 1
-        return other
-
-    def _note_choice(self, requests: Sequence[Request], counts: NDArray[np.int64]) -> None:
-        """Note which requests have drafts that are not certain, and what has changed for good."""
+    def _is_due(self, batch: _Batch) -> bool:
+        """Return True if the price of a batch is to be reviewed. As long as the cost of a token is
+        not known, probes do not wait for that."""
+        if batch.age < 0 or self._awaits_drafts:
+            return True
         if not self._costs.has_slope:
-            return  # as long as drafts seem to cost nothing, their use shows nothing
-        uses = list(zip(requests, counts.tolist(), strict=True))
-        self._note_uses(self._overall, [(r, n > 0) for r, n in uses if r.traits.may_draft])
-        guesses = [(r, n > r.num_certain) for r, n in uses if r.num_expected > r.num_certain]
-        self._note_uses(self._guessed, guesses)
+            return self._probes.is_due(self._num_steps)
+        return batch.age >= min(REVIEW_EVERY, 1 + self._num_priced // REVIEW_EVERY)
 
-    def _note_uses(self, overall: Acceptance, uses: Sequence[tuple[Request, bool]]) -> None:
-        """Note which requests have drafts of one source, of those that may. overall: that of the
-        source."""
-        if not uses:
-            return
-        drafts = any(has_drafts for _, has_drafts in uses)
-        if overall.note_choice(has_drafts=drafts):
-            self._on_change(DraftingChange(None, drafts, overall.rates[0]))
-        if not (drafts and overall.pays):
-            return  # a request is not to blame where nobody has any
-        for request, has_drafts in uses:
-            acceptance = self._own(request)
-            if acceptance.note_choice(has_drafts=has_drafts):
-                self._on_change(DraftingChange(request.id, has_drafts, acceptance.rates[0]))
+    def _review(self, batch: _Batch) -> Mapping[str, int] | None:
+        """Find the price of a batch by what is known now; return the drafts of a probe, if it is
+        time for one."""
+        self._acceptance.count_new()
+        chances = self._chances(batch)
+        drafts = self._drafts(batch, chances)
+        batch.price, rate = self._price(drafts)
+        batch.choose_by_price(chances)
+        counts = np.count_nonzero(drafts.chances >= batch.price, axis=1)
+        if self._costs.has_slope:  # as long as drafts seem to cost nothing, their use shows nothing
+            self._note_uses(batch, drafts, counts)
+        batch.age, self._awaits_drafts = 0, False
+        probe = None
+        if self._probes.is_due(self._num_steps):
+            probe = self._probes.find(counts, drafts.room, rate)
+        if probe is None:
+            return None
+        made = np.ones(len(batch.requests), np.bool_)
+        made[batch.on_device] = self._made(batch)
+        if (probe.counts > counts)[~made].any():
+            self._awaits_drafts = True
+            return None
+        self._probes.sent(self._num_steps, probe)
+        self._plan_rest(is_used=bool(counts[batch.on_device].any()))
+        return _by_id(batch.requests, probe.counts * made)
+
+    def _chances(self, batch: _Batch) -> Float64s:
+        """Return the chances of uncertain drafts, float64 [requests, positions]."""
+        return self._acceptance.rates(batch.rows).cumprod(axis=1)
+
+    def _drafts(self, batch: _Batch, chances: Float64s) -> _Drafts:
+        """Return the drafts that requests may have. A guess behind drafts that are certain counts
+        as a first one."""
+        room = np.array([own.most_drafts for own in batch.requests]).clip(0, self._most)
+        certain = np.zeros(room.size, np.int64)
+        if batch.guessed:
+            certain = np.minimum([own.num_certain for own in batch.requests], room)
+            chances = chances.copy()
+            for place in np.flatnonzero(certain).tolist():
+                num = int(certain[place])
+                chances[place, num:] = chances[place, : self._most - num]
+                chances[place, :num] = 1.0
+        is_there = np.arange(self._most) < room[:, None]
+        return _Drafts(room, certain, np.where(is_there, chances, 0.0))
+
+    def _price(self, drafts: _Drafts) -> tuple[float, float]:
+        """Return the price with which a step makes the most tokens per second, and how many it is
+        expected to make. Drafts of equal value are taken together, so that equal requests have
+        equal numbers."""
+        values = np.sort(drafts.chances[drafts.chances > 0])[::-1]
+        num_rows = drafts.room.size
+        tokens = num_rows + np.arange(1 + drafts.chances.size, dtype=float)
+        times = self._costs.seconds(num_rows, tokens)
+        gained = num_rows + np.concatenate(([0.0], np.cumsum(values)))
+        rates = gained / times[: gained.size]
+        ends = np.append(np.flatnonzero(values[1:] < values[:-1]) + 1, values.size)
+        ends = np.append(0, ends[ends > 0])
+        best = int(ends[np.argmax(rates[ends])])
+        if best:
+            return float(values[best - 1]), float(rates[best])
+        # Below this price, so many drafts would not have paid, whatever their number.
+        needed = num_rows * (times[1:] / times[0] - 1) / np.arange(1, times.size)
+        best_value = float(values[0]) if values.size else 0.0
+        return max(float(needed.min()), np.nextafter(best_value, 2.0)), float(rates[0])
+
+    def _device_drafts(self, batch: _Batch) -> dict[str, int]:
+        """Return the drafts of the device that pay, as far as there is room and it has made
+        some."""
+        is_there = batch.num_skipped == self._rest.num_skipped or not batch.counts
+        if batch.num_left and is_there:
+            batch.num_left -= 1
+            return batch.counts
+        wanted = batch.wanted[batch.on_device]
+        if not wanted.any():
+            batch.counts, batch.num_left = {}, REVIEW_EVERY
+            return batch.counts
+        made = self._made(batch)
+        if made.all():
+            batch.num_skipped = self._rest.num_skipped
+        room = np.array([own.most_drafts for own in batch.drafted])
+        batch.num_left = max(0, (int(room.min()) - self._most) // (1 + self._most))
+        batch.counts = _by_id(batch.drafted, np.minimum(wanted, room) * made)
+        return batch.counts
+
+    def _made(self, batch: _Batch) -> NDArray[np.bool_]:
+        """Return for each request whose drafts the device makes whether it has made some after the
+        request's last step."""
+        return np.array([self._rest.has_made(own.last_step) for own in batch.drafted], np.bool_)
+
+    def _guesses(self, batch: _Batch) -> dict[str, int]:
+        """Return the drafts of the driver that pay: those that are certain, and guesses behind
+        them."""
+        counts: dict[str, int] = {}
+        wanted = batch.wanted[~batch.on_device].tolist()
+        for own, num_guesses in zip(batch.guessed, wanted, strict=True):
+            room = min(self._most, own.most_drafts)
+            if room > 0:
+                certain = own.num_certain if batch.price <= 1.0 else 0
+                counts[own.id] = min(room, certain + num_guesses)
+        return {req_id: count for req_id, count in counts.items() if count}
+
+    def _plan_rest(self, *, is_used: bool) -> None:
+        """Decide whether the device makes drafts after the step."""
+        must_ask = self._awaits_drafts or not self._costs.has_slope
+        self._rest.plan(is_used=is_used, must_ask=must_ask)
+
+    def _note_uses(self, batch: _Batch, drafts: _Drafts, counts: Int64s) -> None:
+        """Note which requests have had drafts that are not certain since the last review, of those
+        that may, and tell what has changed for good."""
+        num_steps = max(1, batch.age)
+        has, may = counts > drafts.certain, batch.on_device | (drafts.room > drafts.certain)
+        for source in Source:
+            uses = np.flatnonzero(may & (batch.on_device == (source is Source.DEVICE)))
+            if not uses.size:
+                continue
+            some = np.array([has[uses].any()])
+            number = np.array([source])
+            if self._overall_payoffs.note(number, some, num_steps).size:
+                first_rate = self._acceptance.first_rate(source)
+                self._on_change(DraftingChange(None, bool(some[0]), first_rate))
+            if not (some[0] and self._overall_payoffs.pays(source)):
+                continue  # a request is not to blame where nobody has any
+            for place in uses[self._payoffs.note(batch.rows[uses], has[uses], num_steps)].tolist():
+                request = batch.requests[place]
+                first_rate = self._acceptance.own_first_rate(request.draft_row)
+                self._on_change(DraftingChange(request.id, bool(has[place]), first_rate))
+
+
+def _by_id(requests: Sequence[Request], counts: Int64s) -> dict[str, int]:
+    """Return the counts that are not 0."""
+    return {own.id: n for own, n in zip(requests, counts.tolist(), strict=True) if n > 0}

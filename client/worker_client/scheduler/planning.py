@@ -13,6 +13,7 @@ from worker_client.scheduler.request import Request
 from worker_client.scheduler.request_blocks import RequestBlocks
 from worker_client.scheduler.request_queues import RequestQueues
 from worker_client.scheduler.step_budget import PromptAllowance, StepBudget, StepLoad
+from worker_client.steps.drafts import NONE_BROUGHT
 from worker_client.steps.step_checks import MAX_ADMITTED_BYTES, MAX_ADMITTED_TOKENS
 
 PIPELINE_CHUNK = 2048
@@ -115,6 +116,8 @@ class Step:
     def take_drafts(self) -> Mapping[str, Sequence[int]]:
         """Return the drafts of requests that are not the device's; call it once, before the step is
         committed."""
+        if not self._queues.num_guided:
+            return NONE_BROUGHT
         return {
             req_id: self.decodes[req_id].take_drafts(count)
             for req_id, count in self.drafts.items()
@@ -156,12 +159,17 @@ class Step:
 
     def _plan_drafts(self) -> None:
         """Choose how many drafts each decoding request has, within the token budget."""
-        if self._draft_lengths is None or not self.decodes:
+        if self._draft_lengths is None or self.group is None or not self.decodes:
             return
-        if any(request.traits.may_refuse for request in self._queues.unfinished.values()):
+        if self._queues.num_refusing:
             return  # daemons take drafts and refusals in different steps
-        for req_id, wanted in self._draft_lengths.choose([*self.decodes.values()]).items():
-            count = min(wanted, self._budget)
+        wanted = self._draft_lengths.choose([*self.decodes.values()], self.group)
+        left = self._budget - sum(wanted.values())
+        if left >= 0:
+            self.drafts, self._budget = {**wanted}, left
+            return
+        for req_id, most in wanted.items():
+            count = min(most, self._budget)
             if count > 0:
                 self.drafts[req_id] = count
                 self._budget -= count
@@ -169,11 +177,16 @@ class Step:
     def _extend_for_drafts(self) -> None:
         """Find blocks for drafts, with what the other tokens of the step have left: a request that
         lacks some has fewer drafts."""
-        for req_id, count in list(self.drafts.items()):
-            request = self.decodes[req_id]
-            given = self._blocks.extend(request, 1 + count)
+        decodes = self.decodes
+        lacking = [
+            (request, count)
+            for req_id, count in self.drafts.items()
+            if (request := decodes[req_id]).num_computed + count >= request.blocks.end
+        ]
+        for request, count in lacking:
+            req_id, given = request.id, self._blocks.extend(request, 1 + count)
             if given is None:
-                left = self._blocks.num_held_tokens(request) - request.num_computed - 1
+                left = request.blocks.end - request.num_computed - 1
                 self.drafts[req_id] = min(count, left)
                 if left <= 0:
                     del self.drafts[req_id]

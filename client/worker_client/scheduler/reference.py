@@ -4,8 +4,9 @@ recompute. Takes the driver's calls, commits steps and processes their results."
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Collection, Mapping, Sequence
+from itertools import repeat
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,21 +31,28 @@ from worker_client.requests import (
 )
 from worker_client.scheduler.adapter_versions import AdapterVersions
 from worker_client.scheduler.decode_groups import DecodeGroups
-from worker_client.scheduler.draft_lengths import DraftLengths, OnDraftingChange, log_change
+from worker_client.scheduler.draft_lengths import DraftLengths
+from worker_client.scheduler.drafting.payoffs import OnDraftingChange, log_change
 from worker_client.scheduler.interface import (
     NO_JUMP,
     Jump,
     SchedulerLimits,
 )
 from worker_client.scheduler.planning import Step
-from worker_client.scheduler.request import Reported, Request, adopted_request, new_request
+from worker_client.scheduler.request import (
+    NO_DRAFTS,
+    Reported,
+    Request,
+    adopted_request,
+    new_request,
+)
 from worker_client.scheduler.request_blocks import CachedChanges, RequestBlocks
 from worker_client.scheduler.request_queues import RequestQueues, Urgency, by_priority
 from worker_client.scheduler.step_budget import Clock, StepBudget
 from worker_client.scheduler_output import (
+    DraftOutcome,
     ExpertsChunk,
     PromptChunk,
-    SampledToken,
     SchedulerOutput,
     StepResult,
     TraceChunk,
@@ -66,8 +74,6 @@ LOGITS_NOT_FINITE = (
 )
 
 OVERDUE = "its deadline has passed; fix: allow more time, or send fewer requests at once"
-
-_NONE_GAINED: Final[Iterator[SampledToken]] = iter(())
 
 MAX_IMBALANCE = 8
 """Largest difference in size between decode groups if max_itl_ms is set."""
@@ -290,7 +296,7 @@ class Scheduler:
                 preempted = [*preempted, request.id]
                 request.needs_admission = False
         brought = step.take_drafts()
-        decode_req_ids = self._groups.commit(self._num_steps, step.group, step.decodes, step.drafts)
+        decoded = self._groups.commit(self._num_steps, step.group, step.decodes, step.drafts)
         for req_id, count in step.prefills.items():
             request = self._queues.unfinished[req_id]
             request.num_computed += count
@@ -303,18 +309,18 @@ class Scheduler:
         self._in_flight.append(self._num_steps)
         self._num_steps += 1
         ended, self._ended = self._ended, []
-        counts = step.prefills
-        if step.drafts:
-            counts = {**counts, **{req_id: 1 + count for req_id, count in step.drafts.items()}}
+        counts: Mapping[str, int] = step.prefills
+        if decoded.num_scheduled:
+            counts = {**counts, **decoded.num_scheduled} if counts else decoded.num_scheduled
         return SchedulerOutput(
             num_scheduled_tokens=counts,
-            decode_req_ids=decode_req_ids,
+            decode_req_ids=decoded.req_ids,
             scheduled_new_reqs=new,
             new_block_ids=step.new_blocks[0],
             more_new_block_ids=tuple(step.new_blocks[1:]) if any(step.new_blocks[1:]) else (),
             finished_req_ids=ended,
             preempted_req_ids=preempted,
-            num_drafts=step.drafts,
+            num_drafts=decoded.num_drafts,
             draft_token_ids=brought,
             skip_drafts=self._draft_lengths is not None and not self._draft_lengths.asks,
         )
@@ -328,47 +334,106 @@ class Scheduler:
         if result.weights_version != self._sampled_by:
             self._note_weights(result.weights_version)
         done, self._overdue = self._overdue + ended, []
-        find, block_size = self._queues.unfinished.get, self._blocks.unit
         if result.reports:
             self._take_prompts(result.reports.get(PromptLogprobs, {}))
             self._take_traces(result.reports.get(TraceLogprobs, {}))
             self._take_experts(result.reports.get(RoutedExperts, {}))
-        if result.refused or result.drafts:
+        if result.refused and self._queues.num_refusing:
             self._take_refusals(result)
-        gained = {req_id: iter(own) for req_id, own in result.gained.items()}
-        for req_id, token in zip(result.req_ids, result.token_ids, strict=True):
-            request = find(req_id)
-            if request is None:  # stopped meanwhile: sampled past its end
-                continue
-            if request.num_void:
-                done += self._take_void(request, token)
-                continue
-            if token == NO_TOKEN:
-                place, num_left = len(request.tokens), request.num_in_flight - 1
-                done += self._not_finite(request, place, num_left)
-                continue
-            reason = request.gain(token, result, next(gained.get(req_id, _NONE_GAINED), None))
-            if reason is not None:
-                done.append(self._finish(request, reason))
-            elif len(request.tokens) % block_size == 0 and request.is_running:
-                self._blocks.remember_later(request)
+        done += self._take_runs(result) if result.drafts else self._take_tokens(result)
         if result.reports:
             done += self._take_outputs(result.pooled)
         return done if self._queues.next_deadline == math.inf else done + self._end_overdue()
 
     def _take_refusals(self, result: StepResult) -> None:
-        """Note what has become of drafts, and lower the counts of requests by what a step counted,
-        but they did not gain. Before the tokens: a request that ends with one of these shares
-        blocks by its true counts."""
-        find = self._queues.unfinished.get
-        for req_id, outcome in result.drafts.items():
-            request = find(req_id)
-            if request is not None:
-                guessed = request.take_outcome(outcome)
-                if self._draft_lengths is not None and guessed.num_drafted:
-                    self._draft_lengths.learn(request, guessed)
+        """Lower the counts of requests by tokens that a feature has refused. Before the tokens: a
+        request that ends with one of these shares blocks by its true counts."""
         for req_id, count in result.refused.items():
-            self._take_back(find(req_id), count)
+            request = self._queues.unfinished.get(req_id)
+            if request is not None and req_id not in result.drafts:
+                self._take_back(request, count)
+
+    def _take_tokens(self, result: StepResult) -> list[RequestOutput]:
+        """Process the tokens of a step without drafts."""
+        done: list[RequestOutput] = []
+        find, block_size = self._queues.unfinished.get, self._blocks.unit
+        for req_id, token in zip(result.req_ids, result.token_ids, strict=True):
+            request = find(req_id)
+            if request is None:  # stopped meanwhile: sampled past its end
+                continue
+            if request.num_void or token == NO_TOKEN:
+                done += self._take_odd(request, token)
+                continue
+            reason = request.gain(token, result, None)
+            if reason is not None:
+                done.append(self._finish(request, reason))
+            elif len(request.tokens) % block_size == 0 and request.is_running:
+                self._blocks.remember_later(request)
+        return done
+
+    def _take_runs(self, result: StepResult) -> list[RequestOutput]:
+        """Process the tokens of a step with drafts: of each request with some, a run of those that
+        were accepted and one more."""
+        done: list[RequestOutput] = []
+        guesses: list[tuple[Request, DraftOutcome]] = []
+        req_ids, token_ids, find = result.req_ids, result.token_ids, self._queues.unfinished.get
+        has_odd, unit, end = NO_TOKEN in token_ids, self._blocks.unit, 0
+        while end < len(req_ids):
+            begin, req_id = end, req_ids[end]
+            outcome = result.drafts.get(req_id, NO_DRAFTS)
+            end += 1 + outcome.num_accepted
+            request = find(req_id)
+            if request is None:  # stopped meanwhile: sampled past its end
+                continue
+            tokens = token_ids[begin:end]
+            if has_odd or not request.gain_run(tokens, outcome):
+                guessed = self._take_outcome(request, outcome)
+                done += self._take_each(request, tokens, result)
+            else:
+                guessed, num_known = outcome, len(request.tokens)
+                if num_known % unit < end - begin and request.is_running:
+                    self._blocks.remember_later(request)
+            if guessed.num_drafted:
+                guesses.append((request, guessed))
+        if self._draft_lengths is not None:
+            self._draft_lengths.learn(guesses)
+        return done
+
+    def _take_outcome(self, request: Request, outcome: DraftOutcome) -> DraftOutcome:
+        """Note what has become of a request's drafts. Before the tokens: a request that ends with
+        one of these shares blocks by its true counts. Return the outcome of those that were
+        guesses."""
+        if outcome is NO_DRAFTS:
+            return NO_DRAFTS
+        guessed = request.take_outcome(outcome)
+        if outcome.num_drafted > outcome.num_accepted:
+            self._take_back(request, outcome.num_drafted - outcome.num_accepted)
+        return guessed
+
+    def _take_each(
+        self, request: Request, tokens: Sequence[int], result: StepResult
+    ) -> list[RequestOutput]:
+        """Process the tokens of a request one by one, up to its end."""
+        done: list[RequestOutput] = []
+        ones = result.gained.get(request.id, repeat(None, len(tokens)))
+        for token, one in zip(tokens, ones, strict=True):
+            if request.id not in self._queues.unfinished:
+                break
+            if request.num_void or token == NO_TOKEN:
+                done += self._take_odd(request, token)
+                continue
+            reason = request.gain(token, result, one)
+            if reason is not None:
+                done.append(self._finish(request, reason))
+            elif len(request.tokens) % self._blocks.unit == 0 and request.is_running:
+                self._blocks.remember_later(request)
+        return done
+
+    def _take_odd(self, request: Request, token: int) -> list[RequestOutput]:
+        """Process a token that is void, or NO_TOKEN."""
+        if request.num_void:
+            return self._take_void(request, token)
+        return self._not_finite(request, len(request.tokens), request.num_in_flight - 1)
 
     def _note_weights(self, version: int) -> None:
         """Note that other weights have sampled the tokens from here on."""
@@ -475,10 +540,8 @@ class Scheduler:
         per_token = params is not None and params.task in ("token_embed", "token_classify")
         return [self._finish(request, "stop", pooled=values if per_token else values[0])]
 
-    def _take_back(self, request: Request | None, count: int) -> None:
+    def _take_back(self, request: Request, count: int) -> None:
         """Take back tokens that a step had counted for a request, which did not gain them."""
-        if request is None:
-            return
         if request.num_void:
             request.num_void -= count
             request.repeated = request.repeated[: max(0, len(request.repeated) - count)]
@@ -623,4 +686,6 @@ class Scheduler:
     def _remove(self, request: Request) -> None:
         if request.is_running:
             self._ended.append(request.id)
+        if self._draft_lengths is not None:
+            self._draft_lengths.forget(request)
         self._queues.remove(request)

@@ -45,7 +45,6 @@ from worker_client.requests import (
     VersionRun,
     seeded,
 )
-from worker_client.scheduler.acceptance import Acceptance
 from worker_client.scheduler.experts_record import ExpertsRecord
 from worker_client.scheduler.interface import SchedulerLimits
 from worker_client.scheduler_output import (
@@ -109,6 +108,9 @@ class HeldBlocks:
     by_group: tuple[list[int], ...] = ()
     """Blocks of each group of layers, by position; 0 replaces a block that a window has passed.
     Empty while it waits."""
+    end: int = 0
+    """Position after the last one for which it has a block in every group, as far as extend() has
+    told: it may have more."""
     hashes: list[bytes] = field(default_factory=list)
     """Hashes of its full blocks, in units of the smallest block size of all groups, as far as
     tokens are known. They depend on tokens alone, and outlive a preemption."""
@@ -278,8 +280,8 @@ class Request:
     """Those of them that are its tokens, as soon as all tokens of their step are taken."""
     accepted_end: int = 0
     """Position after the last of these."""
-    acceptance: Acceptance | None = None
-    """DraftLengths owns it; None: it had no drafts yet."""
+    draft_row: int = -1
+    """DraftLengths owns it; -1: it has not decoded yet."""
     expected: Sequence[int] = ()
     """Tokens that its next steps may have as drafts (ExpectingScheduler)."""
     expected_from: int = 0
@@ -303,6 +305,9 @@ class Request:
     adapter_version: int | None = None
     """Number of the weights of its adapter that sample for it, in the step whose result comes next;
     AdapterVersions has it."""
+    sees_each: bool = False
+    """True if it does more with each token that it gains than to look for one that ends it, or has
+    drafts of the driver."""
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.tokens)
@@ -319,6 +324,9 @@ class Request:
         if trace is not None:
             self.num_brought = trace.num_tokens
             self.closing = trace.last_token_id if trace.last_token_id >= 0 else None
+        self.sees_each = (
+            self.reported is not None or self.closing is not None or not self.traits.may_draft
+        )
         # Prompt tokens found in the cache are not computed, so they would have no logprobs.
         self.blocks.may_share = self.reported is None or self.reported.prompt_logprobs is None
 
@@ -415,11 +423,12 @@ class Request:
     def take_outcome(self, outcome: DraftOutcome) -> DraftOutcome:
         """Note what has become of its drafts in a step, before the tokens of that step. Return the
         outcome of those that were guesses, and were put to the test."""
-        self.num_drafts_in_flight -= outcome.num_drafted
+        num_drafted, num_accepted = outcome
+        self.num_drafts_in_flight -= num_drafted
         if not self.num_void:
-            self.num_drafted += outcome.num_drafted
-            self.num_accepted += outcome.num_accepted
-            self.accepted_end = len(self.tokens) + outcome.num_accepted
+            self.num_drafted += num_drafted
+            self.num_accepted += num_accepted
+            self.accepted_end = len(self.tokens) + num_accepted
         if not self.forced_in_flight:
             return outcome
         num_forced = self.forced_in_flight.popleft()
@@ -451,6 +460,31 @@ class Request:
         if self.reported is not None:
             self.reported.take(self.id, result, one)
         return reason
+
+    def gain_run(self, tokens: Sequence[int], outcome: DraftOutcome) -> bool:
+        """Take the outcome of its drafts in a step and append the tokens of that step, none of
+        which is NO_TOKEN. Return False, and change nothing, if there may be more to do with one of
+        them: if it may end the request, for example."""
+        known, stops = self.tokens, self.traits.stop_ids
+        if (
+            self.sees_each
+            or self.num_void
+            or self.num_tokens == self.limit
+            or len(known) + len(tokens) >= self.limit
+            or (stops and not stops.isdisjoint(tokens))
+        ):
+            return False
+        num_drafted, num_accepted = outcome
+        self.num_drafts_in_flight -= num_drafted
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        if num_drafted > num_accepted:
+            num_refused = num_drafted - num_accepted
+            self.num_tokens -= num_refused
+            if self.is_running:
+                self.num_computed -= num_refused
+        known.extend(tokens)
+        return True
 
     def take_again(self) -> FinishReason | None:
         """Append all generated tokens of an adopted request again, up to its end or to a NO_TOKEN;
@@ -612,6 +646,10 @@ class WatchedRequest(Request):
     """A request that stop strings may end."""
 
     watch: StopWatch = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        Request.__post_init__(self)
+        self.sees_each = True
 
     def take(self, token: int) -> FinishReason | None:
         """Append a sampled token; return the reason if the request ends with it."""
@@ -819,6 +857,7 @@ def _note_limits(made: Request, limits: SchedulerLimits) -> None:
     """Note what a group's limits mean for a request's steps."""
     if not limits.makes_drafts and made.traits.may_draft:
         made.traits = msgspec.structs.replace(made.traits, may_draft=False)
+        made.sees_each = True
     if made.experts is not None:
         made.experts.max_cached = limits.max_cached_experts
     if made.pools:

@@ -130,10 +130,12 @@ class RequestBlocks:
             if lacking > 0:
                 total += lacking
         if not total:
+            self._note_end(request)
             return []
         if self._has_windows:
             self._leave_behind(request)
         if total > self._pool.num_free:
+            self._note_end(request)
             return None
         if self._every:
             given = self._allocate(len(held[0]), missing)
@@ -141,12 +143,12 @@ class RequestBlocks:
             given = list(map(self._pool.allocate, missing))
         for own, block_ids in zip(held, given, strict=True):
             own += block_ids
+        self._note_end(request)
         return given
 
-    def num_held_tokens(self, request: Request) -> int:
-        """Return the number of tokens for which a request has blocks in every group."""
+    def _note_end(self, request: Request) -> None:
         held = zip(self._sizes, request.blocks.by_group, strict=True)
-        return min(size * len(own) for size, own in held)
+        request.blocks.end = min([size * len(own) for size, own in held])
 
     def _allocate(self, num_first: int, counts: Sequence[int]) -> list[list[int]]:
         """Allocate blocks of each group, with checkpoints at borders. num_first: blocks of the
@@ -296,7 +298,7 @@ class RequestBlocks:
         request.blocks.is_mixed = False
         for block_ids in request.blocks.by_group:
             self._pool.release(block_ids)
-        request.blocks.by_group = ()
+        request.blocks.by_group, request.blocks.end = (), 0
         request.blocks.num_remembered = 0
         request.num_computed = 0
 

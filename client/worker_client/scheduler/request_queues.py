@@ -55,6 +55,10 @@ class RequestQueues:
         self._blocks = blocks
         self._groups = groups
         self._max_running = max_running
+        self.num_refusing = 0
+        """Unfinished requests whose tokens may be refused."""
+        self.num_guided = 0
+        """Unfinished requests whose drafts are not the device's."""
         self._num_arrivals = 0
         self._num_admissions = 0
 
@@ -77,6 +81,8 @@ class RequestQueues:
             self._num_arrivals = request.arrival + 1
         first = self.unfinished.get(behind) if behind else None  # never itself
         self.unfinished[request.id] = request
+        self.num_refusing += request.traits.may_refuse
+        self.num_guided += not request.traits.may_draft
         self.next_deadline = min(self.next_deadline, request.deadline)
         if first is not None and (first.id in self.prefilling or not first.is_running):
             self._behind.setdefault(behind, []).append(request)
@@ -146,6 +152,8 @@ class RequestQueues:
     def remove(self, request: Request) -> None:
         """Forget a request that has ended."""
         del self.unfinished[request.id]
+        self.num_refusing -= request.traits.may_refuse
+        self.num_guided -= not request.traits.may_draft
         self.release_behind(request.id)
         if request.is_running:
             self._stop(request)

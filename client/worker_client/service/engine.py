@@ -24,7 +24,7 @@ from worker_client.inputs.text_stream import StreamedText
 from worker_client.inputs.tokenizer import TextBounds, Tokenizer, load_tokenizer
 from worker_client.requests import GenerationRequest, forked, seeded, with_adapter
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
-from worker_client.scheduler.draft_lengths import DraftingChange, log_change
+from worker_client.scheduler.drafting.payoffs import DraftingChange, log_change
 from worker_client.scheduler.reference import OVERDUE
 from worker_client.scheduler_output import FullLogprob, Logprobs
 from worker_client.service.errors import HttpError, unknown_model

@@ -178,10 +178,12 @@ class DraftedSamples:
         """num_drafts: int32 [requests]."""
         self.req_ids = req_ids
         self._names: NDArray[np.object_] = np.array(req_ids, object)
-        self._num_drafts = num_drafts
         self._least, self._most = num_drafts > 0, num_drafts + 1
         """Tokens that each may gain."""
         self._drafted = np.flatnonzero(num_drafts)
+        """Places of those with drafts."""
+        self._own_drafts = num_drafts[self._drafted]
+        self._drafted_ids: list[str] = self._names[self._drafted].tolist()
 
     @classmethod
     def of(cls, req_ids: Sequence[str], num_drafts: Mapping[str, int]) -> "DraftedSamples":
@@ -197,14 +199,14 @@ class DraftedSamples:
         if counts.size != self._most.size:
             return None
         refused = self._most - counts
-        if (refused < 0).any() or (counts < self._least).any():
+        if np.count_nonzero((refused < 0) | (counts < self._least)):
             return None
-        names, at, lacking = self._names, self._drafted, np.flatnonzero(refused)
-        outcomes = _OUTCOMES[self._num_drafts[at], counts[at] - 1]
+        names, lacking = self._names, refused.nonzero()[0]
+        outcomes = _OUTCOMES[self._own_drafts, counts[self._drafted] - 1].tolist()
         return Gains(
             names.repeat(counts).tolist(),
             dict(zip(names[lacking].tolist(), refused[lacking].tolist(), strict=True)),
-            dict(zip(names[at].tolist(), outcomes.tolist(), strict=True)),
+            dict(zip(self._drafted_ids, outcomes, strict=True)),
             counts,
         )
 
@@ -216,7 +218,7 @@ class DraftedSamples:
 
 
 class Gains(NamedTuple):
-    """What a reply says that the requests of a step with drafts have gained."""
+    """Tokens that the requests of a step with drafts have gained, as a reply says."""
 
     req_ids: list[str]
     """The request of each token."""

@@ -61,7 +61,7 @@ _Ids: TypeAlias = tuple[int, int, int, Confirm | None]
 
 
 class _Kind(Enum):
-    """What a step does."""
+    """Kinds of steps, by what they do."""
 
     DECODES = auto()
     """It only decodes, one token of each request."""

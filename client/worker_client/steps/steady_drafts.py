@@ -1,7 +1,7 @@
 """Requests that go on with as many drafts in each step, and what stays the same in their steps'
 messages and replies."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,7 +80,7 @@ class SteadyDrafts:
             type(output.num_drafts) is dict
             and type(output.num_scheduled_tokens) is dict
             and type(output.decode_req_ids) is tuple
-            and type(output.draft_token_ids) is dict
+            and isinstance(output.draft_token_ids, Mapping)
             and len(output.draft_token_ids) <= len(self.drafts)
             and output.num_drafts == self.drafts
             and output.num_scheduled_tokens == self._counts

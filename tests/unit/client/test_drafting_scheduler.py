@@ -241,6 +241,33 @@ def refusing(scheduler, output) -> StepResult:
     return StepResult(names, [11] * len(names), refused=drafts, drafts=outcomes)
 
 
+@pytest.mark.parametrize("pp", [1, 2])
+def test_steps_that_go_on_have_the_same_columns(pp):
+    """Of requests with drafts: but for blocks, corrections and others' ends. Their mappings are the
+    same objects."""
+    limits = make_limits(max_model_len=512, num_blocks=800, pipeline_parallel_size=pp)
+    group = DraftingGroup(random.Random(6), 0.6, limits)
+    for index in range(6):
+        options = SamplingParams(ignore_eos=True)
+        group.scheduler.add_request(GenerationRequest(f"r{index}", np.arange(4), 200, options))
+    outputs = []
+    while group.scheduler.has_unfinished_requests() or group.in_flight:
+        group.send()
+        outputs.append(group.in_flight[0][0])
+        group.take()
+    messages = group.daemon.messages[: len(outputs)]
+    changing = {"seq", "corrections", "new_block_slots", "new_block_ids", "finished"}
+    kept = [name for name in messages[0].__struct_fields__ if name not in changing]
+    num_same = 0
+    for at in range(pp, len(outputs)):
+        if outputs[at].num_drafts and outputs[at].num_drafts is outputs[at - pp].num_drafts:
+            num_same += 1
+            assert outputs[at].num_scheduled_tokens is outputs[at - pp].num_scheduled_tokens
+            for name in kept:
+                assert getattr(messages[at], name) == getattr(messages[at - pp], name)
+    assert num_same > 0.6 * len(outputs) > 20
+
+
 def test_blocks_end_before_the_kv_of_a_refused_draft():
     """A request ends, with its last step's drafts refused: the block whose last place holds the KV
     of a refused draft is not shared. One with the same tokens is computed from there."""
