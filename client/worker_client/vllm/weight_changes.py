@@ -1,5 +1,5 @@
-"""What vLLM's scheduler must know of the daemons' weights. Shared by scheduler and executor, on one
-thread."""
+"""Changes of the daemons' weights, as far as vLLM's scheduler must know them. Shared by scheduler and
+executor, on one thread."""
 
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -10,7 +10,7 @@ from worker_client.group.weights_state import WeightsVersion
 
 @dataclass(slots=True)
 class WeightChanges:
-    """Whether the weights are being changed, and how often they were."""
+    """State of an update, and the number of versions so far."""
 
     is_open: bool = False
     """An update is open, or has failed: no step can run until one is complete."""
