@@ -31,7 +31,7 @@ from rpc_schema.config import (
 from rpc_schema.weight_transfer import DiskEngine, DiskSource
 from worker_client.driver import Driver
 from worker_client.errors import WeightsNotWhole, WorkerDied
-from worker_client.group.weights import RunningRequests
+from worker_client.group.running import RunningRequests
 from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import scheduler_limits
 from worker_client.wire.worker_client import TensorList

@@ -1,5 +1,5 @@
-"""Changes of the daemons' weights, as far as vLLM's scheduler must know them. Shared by scheduler and
-executor, on one thread."""
+"""Changes of the daemons' weights, as far as vLLM's scheduler must know them. Shared by scheduler
+and executor, on one thread."""
 
 from dataclasses import dataclass
 from hashlib import blake2b
