@@ -12,7 +12,7 @@ from rpc_schema.errors import ConfigError
 from rpc_schema.pooling import PoolingParams
 from rpc_schema.routed_experts import MAX_REPORTED_BYTES, RoutedExpertsShape
 from tests.support.checkpoints import VOCAB_SIZE, prompts
-from tests.support.chosen_experts import assert_experts
+from tests.support.chosen_experts import assert_experts, chosen_experts
 from tests.support.exhaustive import exhaustively
 from tests.support.serving import LONG_LEASE, generate, scheduler_limits, worker_config
 from worker_client.async_driver import AsyncDriver
@@ -328,3 +328,30 @@ def test_what_cannot_be_reported_is_refused(serve, model, checkpoint):
         serve(dense.path, enable_return_routed_experts=True),
     ):
         pass
+
+
+def test_updates_in_between_cost_no_position(serve, model, checkpoint, rng):
+    """Requests that replay begin again, with their experts; the others go on in place."""
+    other = checkpoint("Qwen2MoeForCausalLM", seed=213, **FIELDS["Qwen2MoeForCausalLM"])
+    asks = [
+        replace(request, id=f"{request.id} asks", routed_experts=True)
+        for request in requests_of(rng, 2)
+    ]
+    bring = replaying(rng, requests_of(rng, 2))
+    with serve(model.path, 2, **SIZES) as (group, loaded):
+        _, driver = driver_of(group, loaded)
+        for request in (*asks, *bring):
+            driver.add_request(request)
+        ended = [output for _ in range(8) for output in driver.step()]
+        assert not ended
+        group.weights.reload(str(other.path), running="recompute")
+        lost = group.weights.recomputed.lost_req_ids
+        assert lost and lost.isdisjoint(request.id for request in asks)
+        outputs = {output.req_id: output for output in driver.run()}
+    for request in (*asks, *bring):
+        output = outputs[request.id]
+        tokens, found = [*request.prompt, *output.token_ids], output.routed_experts
+        expected, clear, _ = chosen_experts(other.model, tokens, request.replay_experts)
+        assert found.shape == (len(tokens) - 1, 3, 2)
+        at = len(tokens) - 4 + np.flatnonzero(clear[-4:-1].all(1))
+        np.testing.assert_array_equal(found[at], expected[at])
