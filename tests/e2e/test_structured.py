@@ -37,6 +37,7 @@ from worker_client.driver_parts.registry import DriverOptions
 from worker_client.inputs.request_parser import RequestParser
 from worker_client.scheduler import Scheduler
 from worker_client.structured.grammars import GrammarLimits, Grammars
+from worker_client.structured.matchers import GrammarMatcher
 from worker_client.worker_group import WorkerGroup
 
 NUM_CASES = int(os.environ.get("STRUCTURED_CASES", "60"))
@@ -181,6 +182,52 @@ def test_killed_driver_costs_no_token(daemons, model, sampling, nursery, pp, met
         assert serving.adopted
         rest = {o.req_id: o.token_ids for o in [*serving.done, *serving.driver.run()]}
     assert rest == expected, seed
+
+
+def test_a_driver_that_ends_with_late_masks_costs_no_token(daemons, model, grammars, monkeypatch):
+    """Steps in flight sample nothing for requests whose masks are late: the next driver finds only
+    tokens that their grammars allow, and makes the same tokens from these."""
+    seed = random.randrange(1 << 30)
+    rng = random.Random(seed)
+    lines = [line(rng, f"m{i}", {"regex": "[ab]{40}"}) for i in range(3)]
+    config = worker_config(model.path)
+    endpoints, is_late = daemons.endpoints(1), False
+    is_known = GrammarMatcher.is_ready.fget
+    monkeypatch.setattr(
+        GrammarMatcher, "is_ready", property(lambda own: not is_late and is_known(own))
+    )
+    monkeypatch.setattr(GrammarMatcher, "is_overdue", True)
+    with WorkerGroup(endpoints, config.parallel, lease=LONG_LEASE) as group:
+        group.attach(force=True)
+        loaded = group.prepare(config, num_gpu_blocks=200, reload=True)
+        outputs, _ = serve_all(group, loaded, grammars, lines)
+        expected = {name: output.token_ids for name, output in outputs.items()}
+        driver, _ = driver_of(group, loaded, grammars)
+        for request in requests_of(lines):
+            driver.add_request(request)
+        for _ in range(rng.randint(2, 8)):
+            driver.step()
+        is_late = True
+        while driver.num_in_flight:
+            assert driver.step() == []
+        group.detach()
+        is_late = False
+    with WorkerGroup(endpoints, config.parallel, lease=LONG_LEASE) as group:
+        group.attach(keep_requests=True)
+        loaded = group.prepare(config, num_gpu_blocks=200)
+        driver, scheduler = driver_of(group, loaded, grammars)
+        adopted = group.adopt_requests()
+        generated = {each.req_id: [*each.token_ids[each.num_prompt_tokens :]] for each in adopted}
+        kept, lost = driver.claim(adopted)
+        assert (scheduler.adopt_requests(kept), lost) == ([], [])
+        assert {output.req_id: output.token_ids for output in driver.run()} == expected, seed
+    assert all(NO_TOKEN in tokens for tokens in generated.values()), (seed, generated)
+
+
+def driver_of(group, loaded, grammars):
+    """A driver, and its scheduler."""
+    scheduler = Scheduler(scheduler_limits(group, loaded))
+    return Driver(group, scheduler, options=DriverOptions(grammars)), scheduler
 
 
 def _fields(plan):

@@ -81,8 +81,8 @@ class PausingScheduler(HoldingScheduler, Protocol):
 
     def pause_request(self, req_id: str) -> None:
         """Preempt a request, and do not admit it until release_request. Steps in flight, and the
-        last one of schedule(), still sample tokens for it: ignore them. Unknown ids are ignored.
-        """
+        last one of schedule(), still sample it, most often as NO_TOKEN: ignore that. Unknown ids
+        are ignored."""
 
 
 @runtime_checkable

@@ -100,7 +100,8 @@ class MaskedRow:
     flight sample the first ones. The next admission replaces the row."""
 
     is_void: bool = False
-    """Nobody gets what steps in flight sample for it."""
+    """Its request gets nothing that its steps still sample. Their masks allow no token: workers
+    must not keep one for a driver that adopts the request."""
     lookup: PromptLookup | None = None
     """Index of prompt and tokens; None until guesses are wanted."""
 
@@ -156,7 +157,7 @@ class MaskedRow:
     def prepare(self, grammars: Forking) -> bool:
         """Make the matchers that its newest sampling needs, once they can be made. Return True if
         its masks are known, or the matcher has failed."""
-        if self.jumped:
+        if self.jumped or self.is_void:
             return True
         ahead = self._num_ahead()
         if ahead is None or not self.matcher.is_ready:
@@ -167,14 +168,14 @@ class MaskedRow:
         return all(each.is_ready for each in self._guesses())
 
     def masks(self) -> list[PlacedMask]:
-        """Return the masks of its newest sampling, which is prepared; none if the matcher has
-        failed. Behind a draft that the grammar refuses no token is allowed: none can be gained."""
-        if self.jumped:
+        """Return the masks of its newest sampling, which is prepared. They allow no token if the
+        row is void, or the matcher has failed; nor behind a draft that the grammar refuses, where
+        none can be gained."""
+        if self.jumped and not self.is_void:
             return [PlacedMask(self.jumped[self.num_unknown - 1])]
-        ahead = self._num_ahead()
-        if ahead is None or self.matcher.error:
-            return []
-        sampling, forced = self.in_flight[-1], self.matcher.forced
+        sampling, forced, ahead = self.in_flight[-1], self.matcher.forced, self._num_ahead()
+        if self.is_void or ahead is None or self.matcher.error:
+            return [PlacedMask(NO_TOKEN)] * sampling.num_tokens
         found: list[PlacedMask] = []
         for token in islice(forced, ahead, ahead + sampling.num_forced + 1):
             found.append(PlacedMask(token))

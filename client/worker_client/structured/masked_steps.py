@@ -6,8 +6,8 @@ token. So a step defers the sampling of such requests; WorkerGroup.sample_tokens
 during the forward pass. If the mask is known in time, the step itself carries it. Matchers are made
 from the admissions in steps. After a jump (jump_forward.py) one is ahead of the steps in flight.
 
-Masks come from other processes (grammars.py). A request whose mask is late is paused: the steps in
-flight sample it without a mask, and nobody gets these tokens. It is admitted again with its mask.
+Masks come from other processes (grammars.py). A request whose mask is late is paused: its masks in
+the steps in flight allow no token, and it is admitted again with its mask.
 """
 
 from collections import deque
@@ -124,6 +124,9 @@ class MaskedSteps:
         """Requests that wait for a mask without a row."""
         self._resumed: dict[str, MaskedRow] = {}
         """Requests whose mask has come, and that are not admitted yet."""
+        self._left: dict[str, MaskedRow] = {}
+        """Rows that are void since the last plan: the next step may name them, as it may have been
+        scheduled before."""
 
     def must_wait(self, output: SchedulerOutput) -> bool:
         """Return True if a step cannot be sent yet: it continues, preempts or finishes a request
@@ -158,7 +161,7 @@ class MaskedSteps:
                 refuse(found)
         self._admit(output)
         step = MaskedStep(output)
-        if self._rows or self._paused:
+        if self._rows or self._left:
             self._plan_rows(step)
         return step
 
@@ -183,6 +186,8 @@ class MaskedSteps:
         admitted = [new.req_id for new in output.scheduled_new_reqs]
         leaving = (*output.finished_req_ids, *output.preempted_req_ids, *admitted)
         former = {req_id: self._rows.pop(req_id) for req_id in leaving if req_id in self._rows}
+        for req_id in leaving:
+            self._left.pop(req_id, None)
         for req_id in admitted:
             if req_id in self._resumed:
                 former[req_id] = self._resumed.pop(req_id)
@@ -200,10 +205,10 @@ class MaskedSteps:
 
     def sample_ready(self, step: MaskedStep, sample: SampleLater) -> None:
         """Send the masks of a step's deferred rows if the tokens before them are known, in several
-        messages if there are many. Rows that have ended since are sampled without a mask."""
+        messages if there are many."""
         if not step.is_waiting:
             return
-        rows = [row for row in step.deferred if self._rows.get(row.req_id) is row]
+        rows = step.deferred
         ready = [row.prepare(self.grammars) for row in rows]  # of all: their work begins at once
         if not all(ready):
             return
@@ -277,7 +282,7 @@ class MaskedSteps:
 
     def pause(self, req_id: str) -> None:
         """Let a request wait for its mask without holding up the steps that name it."""
-        row = self._paused[req_id] = self._rows.pop(req_id)
+        row = self._paused[req_id] = self._left[req_id] = self._rows.pop(req_id)
         row.drop_guesses(self.grammars)
         row.is_void = True
 
@@ -346,6 +351,8 @@ class MaskedSteps:
             row = rows.pop(req_id, None)
             if row is not None:
                 row.end(self.grammars)
+                row.is_void = True
+                self._left[req_id] = row
 
     def forget_steps(self) -> None:
         """Drop the steps in flight, which have failed. Their requests are lost or admitted
@@ -385,7 +392,7 @@ class MaskedSteps:
         output = step.output
         decodes, counts = frozenset(output.decode_req_ids), output.num_scheduled_tokens
         known: list[MaskedRow] = []
-        for row in self._rows.values():
+        for row in (*self._rows.values(), *self._left.values()):
             if row.req_id in decodes:
                 row.num_left -= 1
             elif row.req_id in counts:
@@ -398,10 +405,7 @@ class MaskedSteps:
             row.in_flight.append(_sampling(output, row.req_id))
             (known if row.prepare(self.grammars) else step.deferred).append(row)
             step.sampled.append(row)
-        for row in self._paused.values():
-            if row.req_id in decodes or row.req_id in counts:  # planned before it was paused
-                row.in_flight.append(_sampling(output, row.req_id))
-                step.sampled.append(row)
+        self._left.clear()
         most = MAX_STEP_MASK_BYTES // (4 * self.grammars.num_words)
         count = _count_within(most, [_states(row) for row in known])
         step.deferred += known[count:]
@@ -415,15 +419,13 @@ class MaskedSteps:
             step.output = replace(output, extensions=(*output.extensions, values))
 
     def _fill(self, rows: Sequence[MaskedRow]) -> dict[str, list[Int32s]]:
-        """Return the masks of the newest sampling of rows that are prepared, except those whose
-        matcher has failed: int32 [W] for each token that they may gain. Equal states share a
-        mask."""
+        """Return the masks of the newest sampling of rows that are prepared: int32 [W] for each
+        token that they may gain. Equal states share a mask. End those whose matcher has failed."""
         filled: dict[State, Int32s] = {}
         masks: dict[str, list[Int32s]] = {}
         for row in rows:
-            if row.matcher.error and not row.jumped:
+            if row.matcher.error and not (row.jumped or row.is_void):
                 self._refuse(row)
-                continue
             own: list[Int32s] = []
             for state, words in row.masks():
                 if isinstance(state, int):

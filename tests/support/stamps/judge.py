@@ -14,9 +14,6 @@ from worker_client.requests import GenerationRequest
 
 CLOSE = 1e-3
 """In nats; float32."""
-UNMASKED = "its grammar does not allow the sampled token"
-"""End of a request that was paused for its masks, and so sampled without one, when its driver died:
-the next driver finds these tokens."""
 
 
 class Findings(NamedTuple):
@@ -31,8 +28,6 @@ class Findings(NamedTuple):
     """Tokens compared with transformers'."""
     num_runs: int
     """Runs of tokens of one version."""
-    num_unmasked: int
-    """Requests that have ended as UNMASKED says."""
 
 
 def judge(
@@ -74,7 +69,6 @@ def judge(
         counts["unknown"],
         counts["compared"],
         counts["runs"],
-        counts["unmasked"],
     )
 
 
@@ -87,9 +81,6 @@ def _faults_of(
     counts: Counter[str],
 ) -> list[str]:
     """models: None if other weights than those of its tokens may have computed KV of it."""
-    if case.grammars and end.error.startswith(UNMASKED):
-        counts["unmasked"] += 1
-        return []
     if end.reason != "length" or len(end.token_ids) != request.max_tokens:
         ended = f"{end.reason} {end.error}"
         return [f"{end.req_id} of {request.max_tokens} tokens: {ended}, {end.token_ids}"]
