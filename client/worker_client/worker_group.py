@@ -280,7 +280,9 @@ class WorkerGroup:
         on_progress: Callable[[RankProgress], None] | None = None,
     ) -> LoadedGroup:
         """Make the group ready to serve `config`; returns at once if it is loaded already. Requests
-        are dropped, unless they are adopted next: start with a new scheduler.
+        are dropped, unless they are adopted next: start with a new scheduler. Weights that an
+        earlier driver has left incomplete, or different on some ranks, are read again in place,
+        from the directory that `config` names.
 
         weights_version: number of the weights' version if they are loaded now. None: that of the
         saved set, or 0. state_checkpoints: False for a scheduler that does not know borders

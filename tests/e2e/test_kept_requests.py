@@ -3,6 +3,7 @@ transformers' models that changes the weights between tokens and keeps the KV ca
 
 import random
 from collections import defaultdict
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ import torch
 from transformers import DynamicCache
 
 from rpc_schema.errors import CheckpointError, ConfigError, TransferError
-from rpc_schema.weight_transfer import BroadcastSource, DiskEngine, DiskSource
+from rpc_schema.lifecycle import GetSupportedTasks
+from rpc_schema.weight_transfer import BroadcastSource, DiskEngine, DiskSource, ReloadWeights
 from tests.e2e.test_weight_update import listed, settled_states, tensors_in_file, trainer
 from tests.support.checkpoints import prompts
 from tests.support.serving import (
@@ -21,7 +23,7 @@ from tests.support.serving import (
     worker_config,
 )
 from worker_client.driver import Driver
-from worker_client.errors import ClientConfigError, WeightsNotWhole
+from worker_client.errors import ClientConfigError, ConfigMismatchError, WeightsNotWhole
 from worker_client.scheduler import Scheduler
 from worker_client.trainer.sender import WeightSender
 from worker_client.wire.worker_client import TensorList
@@ -401,3 +403,44 @@ def test_reload_that_aborts_ends_preempted_requests_too(serve, models, seed):
     for name, output in watched.outputs.items():
         assert len(watched.versions[name]) == len(output.token_ids) > 0
         assert_as_swapped({output.weights_versions[0].version: old}, texts[int(name[1])], output)
+
+
+@pytest.mark.parametrize("named", ["old", "new", "other"])
+def test_a_reload_that_reached_one_rank_is_completed_by_the_next_driver(
+    daemons, models, named, seed
+):
+    """From the directory that its configuration names; the requests go on with their KV."""
+    rng = random.Random(seed)
+    by_name = dict(zip(("old", "new", "other"), models, strict=True))
+    texts = prompts(seed, [33, 12])
+    config, endpoints = worker_config(models[0].path, 2), daemons.endpoints(2)
+    with WorkerGroup(endpoints, config.parallel, lease=LONG_LEASE) as group:
+        group.attach(force=True)
+        loaded = group.prepare(config, num_gpu_blocks=256, reload=True)
+        watched = Watched(group, loaded)
+        model_of = {group.weights.version.number: models[0]}
+        for number, text in enumerate(texts):
+            watched.driver.add_request(greedy_request(f"r{number}", text.tolist(), 40))
+        watched.step(rng.randrange(3, 7))
+        while watched.driver.num_in_flight:
+            watched.driver._take_oldest()
+        reached = rng.randrange(2)
+        reload = partial(ReloadWeights, model=str(by_name["new"].path), running="keep")
+        group._channel.ask_each(
+            lambda rank: reload if rank == reached else GetSupportedTasks
+        )  # and its driver is gone
+    with WorkerGroup(endpoints, config.parallel, lease=LONG_LEASE) as successor:
+        successor.attach(force=True, keep_requests=True)
+        with pytest.raises(ConfigMismatchError, match="max_num_batched_tokens"):
+            wrong = worker_config(by_name[named].path, 2, max_num_batched_tokens=33)
+            successor.prepare(wrong, num_gpu_blocks=256)
+        config = worker_config(by_name[named].path, 2)
+        assert successor.prepare(config, num_gpu_blocks=256).was_loaded
+        model_of[successor.weights.version.number] = by_name[named]
+        next_one = Watched(successor, loaded)
+        adopted, _ = next_one.driver.claim(successor.adopt_requests())
+        assert len(adopted) == 2 and all(each.num_computed_tokens for each in adopted)
+        assert next_one.scheduler.adopt_requests(adopted) == []
+        next_one.finish()
+    for number, text in enumerate(texts):
+        assert_as_swapped(model_of, text, next_one.outputs[f"r{number}"])

@@ -150,13 +150,18 @@ def group_limits(config: WorkerConfig, model: LoadedGroup) -> GroupLimits:
     )
 
 
-def config_differences(config: WorkerConfig, status: Status) -> list[str]:
+def config_differences(
+    config: WorkerConfig, status: Status, *, any_directory: bool = False
+) -> list[str]:
     """Return the fields in which a daemon's loaded configuration differs from `config`, as text.
-    The name of the model may differ, if both names mean the same directory to that daemon."""
+    The name of the model may differ, if both names mean the same directory to that daemon, or with
+    any_directory."""
     loaded = status.config
     if loaded is None:
         return ["config: none"]
-    if PurePosixPath(config.model.model) in map(PurePosixPath, status.model_names):
+    if any_directory or (
+        PurePosixPath(config.model.model) in map(PurePosixPath, status.model_names)
+    ):
         named = msgspec.structs.replace(loaded.model, model=config.model.model)
         loaded = msgspec.structs.replace(loaded, model=named)
     return config.differing_fields(loaded)
@@ -180,7 +185,8 @@ class Loader:
     """The communicators cannot stay."""
     relink: Callable[[], None]
     reset: Callable[[_ResetLevel], None]
-    reload_weights: Callable[[], list[ReloadWeightsReply]]
+    reload_weights: Callable[[str], list[ReloadWeightsReply]]
+    """Read the weights again from a directory."""
     get_status: Callable[[], list[Status]]
     first_rank: int = 0
     weights_version: int | None = None
@@ -218,8 +224,10 @@ class Loader:
     def _check_same(self, statuses: Sequence[Status]) -> None:
         differences: dict[str, None] = {}
         is_whole = len(statuses) == self.config.parallel.group_size
+        is_read_again = is_whole and _must_read_again(statuses)
         for rank, status in enumerate(statuses, self.first_rank):
-            differences.update(dict.fromkeys(config_differences(self.config, status)))
+            own = config_differences(self.config, status, any_directory=is_read_again)
+            differences.update(dict.fromkeys(own))
             if status.rank != rank and is_whole:
                 differences[f"rank of {status.endpoint}: {rank} != {status.rank}"] = None
             blocks = status.kv_cache.num_blocks if status.kv_cache is not None else None
@@ -234,9 +242,9 @@ class Loader:
         if self.needs_relink:
             with self.clock.phase("relink"):
                 self.relink()
-        if any(map(_needs_weights, statuses)) or differing_ranks(statuses) is not None:
+        if _must_read_again(statuses):
             with self.clock.phase("reload_weights"):
-                self.reload_weights()
+                self.reload_weights(self.config.model.model)
             check_same_weights(self.get_status(), self.config.model.model)
         replies = self.load_chain.get_model_metadata()
         if any(reply.checkpoint_changed for reply in replies):
@@ -303,6 +311,12 @@ class Loader:
             self.load_chain.initialize_from_config(plans)
             self.load_chain.initialize_cache(num_blocks)
         return plans, max_model_len
+
+
+def _must_read_again(statuses: Sequence[Status]) -> bool:
+    """Return True if an earlier driver has left weights that are not whole, or differ. If it has
+    died in a reload, ranks may name different directories."""
+    return any(map(_needs_weights, statuses)) or differing_ranks(statuses) is not None
 
 
 def _needs_weights(status: Status) -> bool:

@@ -140,7 +140,6 @@ class Serving:
         weights = [status.weights for status in statuses]
         is_whole = all(each is not None and each.state == "whole" for each in weights)
         if len({each.model.model for each in held}) > 1:  # and has not reached all ranks
-            self.group.weights.reload(config.model.model, running=self.case.running)
             is_whole = False
         self.loaded = self.group.prepare(config, num_gpu_blocks=self.life.num_gpu_blocks)
         version = self._version
