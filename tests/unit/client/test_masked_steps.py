@@ -356,6 +356,34 @@ def test_what_follows_a_token_that_is_not_finite_ends_no_request():
     assert "does not allow" in steps.take_faults()["a"].error
 
 
+@pytest.mark.parametrize("leave", ["pause", "forget"])
+def test_steps_sample_nothing_for_requests_that_have_left(leave):
+    """Neither one that waits for their masks, with drafts or not, nor one that was scheduled before
+    they left. The next step is not theirs."""
+    grammars = HandGrammars()
+    steps = masked_steps.MaskedSteps(grammars)
+    admitted(steps, ("a", "b"))
+    for matcher in grammars.begun:
+        matcher.num_waits = 9
+    drafts = {"num_drafts": {"a": 2}, "draft_token_ids": {"a": [6, 7]}}
+    first = steps.plan(SchedulerOutput({"a": 3, "b": 1}, **drafts))
+    steps.sent(first)
+    for req_id in "ab":
+        getattr(steps, leave)(req_id)
+    sampled = {}
+    steps.sample_ready(first, lambda masks, req_ids: sampled.update(masks))
+    assert {req_id: len(own) for req_id, own in sampled.items()} == {"a": 3, "b": 1}
+    assert not any(mask.any() for own in sampled.values() for mask in own)
+    second = steps.plan(SchedulerOutput(decode_req_ids=("a",)))
+    (values,) = second.output.extensions
+    assert [mask.any() for mask in values.masks["a"]] == [False] and not values.deferred
+    tokens = StepResult(("a", "b"), (NO_TOKEN, NO_TOKEN))
+    assert [*steps.take(first, tokens)] == ["a", "b"]
+    assert [*steps.take(second, StepResult(("a",), (NO_TOKEN,)))] == ["a"]
+    assert not steps.plan(SchedulerOutput(decode_req_ids=("a",))).sampled
+    assert not steps.take_faults()
+
+
 @pytest.mark.parametrize("lateness", [0, 2])
 def test_a_row_with_drafts_has_a_mask_behind_each(monkeypatch, lateness):
     """Within the bounds on messages. Its matcher takes what is sampled alone."""
