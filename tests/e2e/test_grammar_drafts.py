@@ -26,6 +26,7 @@ from worker_client.driver_parts.registry import DriverOptions
 from worker_client.inputs.request_parser import RequestParser
 from worker_client.inputs.tokenizer import load_tokenizer
 from worker_client.scheduler import Scheduler
+from worker_client.scheduler.drafting.expected_drafts import ExpectedDrafts
 from worker_client.structured import matchers
 from worker_client.structured.grammars import GrammarLimits, Grammars
 from worker_client.structured.matchers import MaskProcess
@@ -74,11 +75,11 @@ class Guessing(Scheduler):
                 own = self.outputs[request.id].token_ids
                 right = own[len(request.tokens) - request.num_prompt_tokens :][:12]
                 right += [EOS_TOKEN_ID] * (12 - len(right))
-                request.expected_from = len(request.tokens)
-                request.expected = [
+                guesses = [
                     token if self.rng.random() < 0.8 else self.rng.randrange(VOCAB_SIZE)
                     for token in right
                 ]
+                request.expected = ExpectedDrafts(guesses, first=len(request.tokens))
         return super().schedule()
 
     def expect_tokens(self, req_id, token_ids, num_forced):

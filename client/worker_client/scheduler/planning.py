@@ -121,7 +121,7 @@ class Step:
         return {
             req_id: self.decodes[req_id].take_drafts(count)
             for req_id, count in self.drafts.items()
-            if self.decodes[req_id].expected
+            if not self.decodes[req_id].traits.may_draft
         }
 
     def load(self) -> StepLoad:

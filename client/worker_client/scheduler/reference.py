@@ -32,6 +32,7 @@ from worker_client.requests import (
 from worker_client.scheduler.adapter_versions import AdapterVersions
 from worker_client.scheduler.decode_groups import DecodeGroups
 from worker_client.scheduler.draft_lengths import DraftLengths
+from worker_client.scheduler.drafting.expected_drafts import NO_DRAFTS_EXPECTED
 from worker_client.scheduler.drafting.payoffs import OnDraftingChange, log_change
 from worker_client.scheduler.interface import (
     NO_JUMP,
@@ -548,8 +549,7 @@ class Scheduler:
             return
         was_complete = request.num_tokens == request.limit
         request.num_tokens -= count
-        if request.expected:
-            request.expect((), 0)  # they were to follow tokens that it has not gained
+        request.expected = NO_DRAFTS_EXPECTED  # they were to follow tokens that it has not gained
         if request.is_running:
             request.num_computed -= count
             if was_complete:

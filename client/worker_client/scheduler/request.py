@@ -45,6 +45,10 @@ from worker_client.requests import (
     VersionRun,
     seeded,
 )
+from worker_client.scheduler.drafting.expected_drafts import (
+    NO_DRAFTS_EXPECTED,
+    ExpectedDrafts,
+)
 from worker_client.scheduler.experts_record import ExpertsRecord
 from worker_client.scheduler.interface import SchedulerLimits
 from worker_client.scheduler_output import (
@@ -282,12 +286,9 @@ class Request:
     """Position after the last of these."""
     draft_row: int = -1
     """DraftLengths owns it; -1: it has not decoded yet."""
-    expected: Sequence[int] = ()
-    """Tokens that its next steps may have as drafts (ExpectingScheduler)."""
-    expected_from: int = 0
-    """Position of the first of these, where the drafts in flight are counted as num_tokens does."""
-    num_forced: int = 0
-    """Number of leading tokens of `expected` that are accepted for certain."""
+    expected: ExpectedDrafts = NO_DRAFTS_EXPECTED
+    """Tokens that its next steps may have as drafts, if the device makes none for it. Their
+    positions count the drafts in flight as num_tokens does."""
     forced_in_flight: deque[int] = field(default_factory=deque)
     """Number of certain drafts in each step in flight that has some of these."""
     blocks: HeldBlocks = field(default_factory=HeldBlocks)
@@ -396,12 +397,12 @@ class Request:
     @property
     def num_expected(self) -> int:
         """Number of drafts that its next step may have of the expected tokens."""
-        return max(0, self.expected_from + len(self.expected) - self.num_tokens)
+        return self.expected.count_from(self.num_tokens)
 
     @property
     def num_certain(self) -> int:
         """Number of these that are accepted for certain, the first ones."""
-        return max(0, self.expected_from + self.num_forced - self.num_tokens)
+        return self.expected.count_forced_from(self.num_tokens)
 
     def expect(self, tokens: Sequence[int], num_forced: int) -> None:
         """Note tokens that may follow those in flight, up to one that ends it. One whose drafts the
@@ -410,15 +411,13 @@ class Request:
             return
         stops = self.traits.stop_ids
         end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens))
-        self.expected, self.expected_from = tokens[:end], self.num_tokens
-        self.num_forced = min(num_forced, end)
+        self.expected = ExpectedDrafts(tokens[:end], self.num_tokens, min(num_forced, end))
 
     def take_drafts(self, count: int) -> Sequence[int]:
         """Return the drafts of its next step, which is about to be sent: the first of the expected
         tokens."""
         self.forced_in_flight.append(min(count, self.num_certain))
-        begin = self.num_tokens - self.expected_from
-        return self.expected[begin : begin + count]
+        return self.expected.from_place(self.num_tokens, count)
 
     def take_outcome(self, outcome: DraftOutcome) -> DraftOutcome:
         """Note what has become of its drafts in a step, before the tokens of that step. Return the
@@ -527,7 +526,7 @@ class Request:
         self.num_tokens = len(self.tokens)
         self.num_void = num_void
         self.repeated = range(0)
-        self.expected, self.num_forced = (), 0
+        self.expected = NO_DRAFTS_EXPECTED
 
     def num_jumped(self, tokens: Sequence[int]) -> int:
         """Return how many of these forced tokens it may gain at once: those before the first one

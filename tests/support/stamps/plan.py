@@ -54,8 +54,8 @@ CASES: Mapping[str, Case] = {
         "Qwen3MoeForCausalLM", 1, 2, "drop", config={"enable_expert_parallel": True}, lora=False
     ),
     "windows": Case("MistralForCausalLM", 2, 1, "keep", options={"sliding_window": 10}),
-    "drafts": Case("Qwen3ForCausalLM", 2, 1, "drop", drafts="ngram"),
-    "suffixes": Case("LlamaForCausalLM", 1, 2, "keep", drafts="suffix", lora=True),
+    "drafts": Case("Qwen3ForCausalLM", 2, 1, "drop", drafts="ngram", grammars=True),
+    "suffixes": Case("LlamaForCausalLM", 1, 2, "keep", drafts="suffix", lora=True, grammars=True),
     "fp8": Case(
         *("LlamaForCausalLM", 2, 1, "keep"), config={"kv_cache_dtype": "fp8"}, is_exact=False
     ),

@@ -11,14 +11,17 @@ import msgspec
 import numpy as np
 import pytest
 
+from rpc_schema.identity import ContentIdentity
 from rpc_schema.kv_cache import BlockGroup
 from tests.support.drafting_daemon import DraftingDaemon
 from tests.support.exhaustive import seeds
 from tests.support.fake_daemon import EOS, VOCAB_SIZE, reference_tokens
 from worker_client.group.adoption import AdoptedRequest
+from worker_client.group.loras import GroupAdapter
 from worker_client.inputs.grammar_options import read_structured_output
-from worker_client.requests import GenerationRequest, SamplingParams
+from worker_client.requests import GenerationRequest, SamplingParams, with_adapter
 from worker_client.scheduler import Scheduler, SchedulerLimits
+from worker_client.scheduler.drafting.expected_drafts import ExpectedDrafts
 from worker_client.scheduler_output import DraftOutcome, StepResult
 from worker_client.steps.slots import SlotTable
 from worker_client.steps.step_checks import GroupLimits
@@ -425,19 +428,9 @@ def test_requests_without_numbers_fail_alone_in_the_middle_of_a_run():
     assert failed > 2
 
 
-@pytest.mark.parametrize("seed", seeds(2, of=6))
-def test_a_driver_continues_requests_with_drafts_of_another(seed):
-    rng = random.Random(seed)
-    limits = make_limits()
-    group = DraftingGroup(rng, 0.6, limits)
-    requests = random_requests(rng, 6)
-    for request in requests:
-        group.scheduler.add_request(request)
-    for _ in range(rng.randrange(6, 14)):
-        group.send()
-        group.take()
-    group.in_flight.clear()  # the driver dies; its last steps never arrive
-    left = [
+def left_requests(group):
+    """The requests that run, as the next driver adopts them."""
+    return [
         AdoptedRequest(
             row.req_id,
             np.array(row.tokens, np.int32),
@@ -452,11 +445,32 @@ def test_a_driver_continues_requests_with_drafts_of_another(seed):
         for request in [group.scheduler._queues.unfinished.get(row.req_id)]
         if request is not None and request.is_running
     ]
-    done = group.outputs
-    again = DraftingGroup(rng, 0.6, limits)
+
+
+def adopting(group, left):
+    """The group of the next driver, which adopts these requests."""
+    again = DraftingGroup(group.rng, group.daemon.accuracy, group.limits)
     again.daemon.kv, again.daemon.rows = group.daemon.kv, group.daemon.rows
     again.table.require_resync()
     again.keep(again.scheduler.adopt_requests(left))
+    return again
+
+
+@pytest.mark.parametrize("seed", seeds(2, of=6))
+def test_a_driver_continues_requests_with_drafts_of_another(seed):
+    rng = random.Random(seed)
+    limits = make_limits()
+    group = DraftingGroup(rng, 0.6, limits)
+    requests = random_requests(rng, 6)
+    for request in requests:
+        group.scheduler.add_request(request)
+    for _ in range(rng.randrange(6, 14)):
+        group.send()
+        group.take()
+    group.in_flight.clear()  # the driver dies; its last steps never arrive
+    left = left_requests(group)
+    done = group.outputs
+    again = adopting(group, left)
     again.run()
     for request in requests:
         output = again.outputs.get(request.id) or done.get(request.id)
@@ -508,6 +522,7 @@ def test_guesses_change_no_token(pp, num_blocks):
 
     group.run(fails=0.05, heard=guess)
     check(group, requests)
+    assert all(-1 not in np.frombuffer(m.draft_token_ids, "<i4") for m in group.daemon.messages)
     assert 50 < group.daemon.num_accepted < group.daemon.num_drafted - 20
 
 
@@ -531,6 +546,101 @@ def test_guesses_do_not_count_as_the_drafts_of_the_device():
     late = drafts[40:80]
     assert sum({"r0", "r2"} <= own.keys() for own in late) >= 36  # but for probes
     assert sum("r1" in own for own in late) <= 4
+
+
+def fail_all(group):
+    """Fail the steps in flight; the rows of all requests are lost, as by an update."""
+    outputs = [output for output, _ in group.in_flight]
+    group.in_flight.clear()
+    group.scheduler.step_failed(outputs, group.table.fail(outputs))
+    return group
+
+
+def pause(group):
+    """Pause the request as a driver does whose masks are late, until a step in flight is done."""
+    group.scheduler.pause_request("a")
+    group.take()
+    group.scheduler.release_request("a")
+    return group
+
+
+ADAPTER = GroupAdapter("x", 1, 7, ContentIdentity(content=bytes(32)))
+
+
+def update_adapter(group):
+    """Update the weights of the request's adapter."""
+    adapter = ADAPTER._replace(weights_version=group.seq)
+    group.scheduler.use_adapter(adapter, "drop", len(group.in_flight))
+    return group
+
+
+def adopt(group):
+    """Let another driver continue, which knows nothing of the steps in flight."""
+    group.in_flight.clear()
+    again = adopting(group, left_requests(group))
+    again.outputs = {**group.outputs, **again.outputs}
+    return again
+
+
+EVENTS = {
+    "failed steps": fail_all,
+    "paused": pause,
+    "adapter updated": update_adapter,
+    "adopted": adopt,
+    "none": lambda group: group,
+}
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("event", EVENTS)
+def test_the_device_drafts_for_no_request_with_a_grammar(pp, event):
+    """Its driver must know its drafts to make their masks. Whatever becomes of drafts in flight,
+    behind which tokens were expected, or none."""
+    rng = random.Random(f"{pp} {event}")
+    group = DraftingGroup(rng, 0.6, make_limits(pipeline_parallel_size=pp))
+    guided = SamplingParams(
+        ignore_eos=True, structured_outputs=read_structured_output({"regex": "a*"})
+    )
+    requests = [
+        with_adapter(GenerationRequest("a", np.arange(4), 60, guided), ADAPTER.extension),
+        GenerationRequest("b", np.arange(4), 60, SamplingParams(ignore_eos=True)),
+        GenerationRequest("c", np.arange(4), 60, guided),
+    ]
+    for request in requests:
+        group.scheduler.add_request(request)
+    outputs = {request.id: expected(request) for request in requests}
+    num_events = num_guided = num_device = 0
+    while group.scheduler.has_unfinished_requests() or group.in_flight:
+        group.send()
+        for step, _ in group.in_flight:
+            own = {name: count for name, count in step.num_drafts.items() if name != "b"}
+            assert {name: len(given) for name, given in step.draft_token_ids.items()} == own
+            num_guided += len(own)
+            num_device += "b" in step.num_drafts
+        num_drafted = sum("a" in step.num_drafts for step, _ in group.in_flight)
+        if num_drafted == 2 and num_events < 4:
+            group, num_events = EVENTS[event](group), num_events + 1
+        if not group.in_flight:
+            continue
+        unfinished = group.scheduler._queues.unfinished
+        void = {own.id for own in unfinished.values() if own.num_void}
+        for req_id in sorted({*group.take().req_ids} & {"a", "c"} - void):
+            request = unfinished.get(req_id)
+            if request is not None:
+                following = outputs[req_id][request.num_tokens - request.num_prompt_tokens :]
+                guesses = [t if rng.random() < 0.7 else 0 for t in following[: K + 1]]
+                group.scheduler.expect_tokens(req_id, rng.choice([guesses, guesses, []]), 0)
+    group.run()  # tells the daemon who has ended
+    check(group, requests)
+    assert len(group.outputs) == len(requests) and num_events == 4
+    assert num_guided > 10 and num_device > 10
+
+
+def test_expected_tokens_hold_at_their_positions_alone():
+    own = ExpectedDrafts([7, 8, 9], first=5, num_forced=2)
+    counts = [(own.count_from(place), own.count_forced_from(place)) for place in range(3, 10)]
+    assert counts == [(0, 0), (0, 0), (3, 2), (2, 1), (1, 0), (0, 0), (0, 0)]
+    assert own.from_place(5, 2) == [7, 8] and own.from_place(7, 1) == [9]
 
 
 @pytest.mark.parametrize("pp", [1, 2])
