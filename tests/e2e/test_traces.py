@@ -120,7 +120,7 @@ def test_a_trace_has_the_log_probabilities_of_its_decode(serve, reference, rng, 
         assert found.finish_reason == output.finish_reason
         assert_both(found.full_logprobs, output.full_logprobs, trace)
         ours, *others = found.weights_versions
-        assert ours == (None, len(trace.output_token_ids))
+        assert ours == VersionRun(None, len(trace.output_token_ids))
         assert sum(run.num_tokens for run in others) == len(output.token_ids) - ours.num_tokens
 
 

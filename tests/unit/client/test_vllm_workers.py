@@ -89,7 +89,7 @@ def test_deferred_requests_are_sampled_in_messages_that_hold_their_masks(opened,
         dict.fromkeys(names, 5), scheduled_new_reqs=new, extensions=(StepMasks(deferred=names[1:]),)
     )
     sent = workers.send(step)
-    later = workers.sample(sent, dict.fromkeys(names[:3], ALLOW_ALL))
+    later = workers.sample(sent, dict.fromkeys(names[:3], [ALLOW_ALL]))
     assert len(later) == 2
     assert workers.sample(sent, {}) == []
     assert workers.outcome([sent, *later]).sampled.keys() == {*names}
@@ -99,7 +99,7 @@ def test_deferred_requests_are_sampled_in_messages_that_hold_their_masks(opened,
 def test_step_that_defers_nothing_is_sampled_already(opened):
     workers, _ = opened()
     sent = workers.send(begin())
-    assert workers.sample(sent, {"gone": ALLOW_ALL}) == []
+    assert workers.sample(sent, {"gone": [ALLOW_ALL]}) == []
     assert workers.outcome([sent]).sampled == expected(1)[0]
 
 
@@ -151,7 +151,7 @@ def test_masks_of_a_lost_step_are_not_sent(opened):
     daemon.faults = [Fault(0)]
     sent = workers.send(begin(extensions=(StepMasks(deferred=["a"]),)))
     wait_until(lambda: sent.future.done(), "the step fails")
-    assert workers.sample(sent, {"a": ALLOW_ALL}) == []
+    assert workers.sample(sent, {"a": [ALLOW_ALL]}) == []
     assert isinstance(workers.outcome([sent]), LostStep)
 
 
@@ -159,7 +159,7 @@ def test_step_and_its_masks_that_one_failure_loses_count_once(opened):
     workers, (daemon,) = opened()
     daemon.faults = [Fault(0, delay_s=HELD)]
     sent = workers.send(begin(extensions=(StepMasks(deferred=["a"]),)))
-    later = workers.sample(sent, {"a": ALLOW_ALL})
+    later = workers.sample(sent, {"a": [ALLOW_ALL]})
     after = workers.send(begin("b", 11))
     daemon.let_go.set()
     assert not workers.outcome([sent, *later]).is_known

@@ -10,6 +10,7 @@ import pytest
 from rpc_schema.lora_request import LoraRequest
 from rpc_schema.pooling import PoolingParams
 from rpc_schema.prompt_embeds import PromptEmbeds
+from rpc_schema.routed_experts import ReplayExperts, RoutedExpertsWanted
 from rpc_schema.sampling import (
     FullLogprobsWanted,
     LogitsProcessors,
@@ -53,6 +54,8 @@ OWN_FIELDS = (
     PoolingParams(task="embed"),
     PromptLogprobsWanted(count=1),
     RandomSampling(seed=1),
+    ReplayExperts(num_positions=1, num_layers=1, top_k=1, max_expert=1, content_hash=bytes(32)),
+    RoutedExpertsWanted(),
     StopTokens(token_ids=(1,)),
     StructuredOutput(kind="regex", text="a"),
     TraceWanted(num_tokens=1),
@@ -104,6 +107,14 @@ WRONG = {
     "prompt_embeds_at": (None, 5, [1], [(0,)], [(0, 1, 2)], [(-1, 1)], [("0", 1)], [(0, 1)]),
     "features": (None, 5, [], "ab", *((extension,) for extension in OWN_FIELDS)),
     "sampling": (None, 5, {"temperature": 1.0}, PoolingParams(task="embed"), SamplingParams),
+    "routed_experts": (None, 1, "true", True),  # the model keeps none
+    "replay_experts": (
+        *(5, "x", [[[1]]], np.zeros((1, 1, 1)), np.zeros((1, 1), np.int64), np.array([[["1"]]])),
+        *(np.zeros((0, 1, 1), np.uint8), np.zeros((1, 0, 1), np.uint8), np.array([[[None]]])),
+        *(np.full((1, 1, 1), -1), np.full((1, 1, 1), 2**15), np.full((1, 1, 1), 2**63, np.uint64)),
+        *(np.zeros((4, 1, 1), np.uint8), np.zeros((1, 1, 1), np.bool_)),
+        np.zeros((3, 1, 1), np.uint8),
+    ),
     "output_token_ids": (None, 5, "12", [1.5], [True], [[1]], [-1], [HUGE], {1: 1}, [1] * 5),
     "priority": (*INTEGERS, -(2**31) - 1, 2**31, HUGE, Raising(TypeError)),
     "deadline": ("1", True, NAN, INF, -1, HUGE, np.array([1.0]), np.datetime64("2026-01-01")),

@@ -262,7 +262,7 @@ def test_a_plan_counts_the_draft_model(model_root, small, llama):
     assert rank.kv_block_bytes * plan.num_blocks == plan.size_bytes + plan.draft_bytes
     with pytest.raises(ConfigError, match="another size"):
         driver.allocate(driver.plan(draft_bytes=64))
-    with pytest.raises(ConfigError, match="other layers of a draft model"):
+    with pytest.raises(ConfigError, match="other further pages"):
         driver.allocate(driver.plan(draft_layers=()))
     worker.close()
 
