@@ -3,6 +3,7 @@ become plain values on the way. The annotations of GenerationRequest and Samplin
 bounds."""
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Final, NoReturn, cast, get_type_hints
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rpc_schema.pooling import PoolingParams
+from rpc_schema.routed_experts import ReplayExperts, RoutedExpertsWanted
 from rpc_schema.sampling import MIN_TEMPERATURE, SamplingExtension
 from rpc_schema.structured import StructuredOutput
 from worker_client.errors import RequestError
@@ -44,6 +46,12 @@ _OBJECTS: Final = (
     "features",
 )
 """Fields of a request that are structs, arrays and extensions."""
+_OWN_FIELDS: Final[Mapping[type, str]] = {
+    PoolingParams: "pooling",
+    ReplayExperts: "replay_experts",
+    RoutedExpertsWanted: "routed_experts",
+}
+"""Extensions that are made of a request's own fields."""
 FACT_TYPES: Final = {
     name: kind
     for name, kind in get_type_hints(GenerationRequest, include_extras=True).items()
@@ -309,12 +317,12 @@ def _check_objects(request: GenerationRequest) -> None:
         fix = "give a tuple of extensions"
         raise RequestError("the features are malformed", field="features", value=features, fix=fix)
     for kind in map(type, features):
-        if issubclass(kind, SamplingExtension | StructuredOutput | PoolingParams):
+        if issubclass(kind, SamplingExtension | StructuredOutput) or kind in _OWN_FIELDS:
             raise RequestError(
                 "the request has a field for this extension",
                 field="features",
                 value=kind.__name__,
-                fix="use pooling" if kind is PoolingParams else "use sampling",
+                fix=f"use {_OWN_FIELDS.get(kind, 'sampling')}",
             )
     if features:
         _check_extensions(features, len(request.prompt))

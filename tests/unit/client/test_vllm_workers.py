@@ -89,7 +89,7 @@ def test_deferred_requests_are_sampled_in_messages_that_hold_their_masks(opened,
         dict.fromkeys(names, 5), scheduled_new_reqs=new, extensions=(StepMasks(deferred=names[1:]),)
     )
     sent = workers.send(step)
-    later = workers.sample(sent, dict.fromkeys(names[:3], [ALLOW_ALL]))
+    later = workers.sample(sent, {name: [ALLOW_ALL] for name in names[:3]})
     assert len(later) == 2
     assert workers.sample(sent, {}) == []
     assert workers.outcome([sent, *later]).sampled.keys() == {*names}
