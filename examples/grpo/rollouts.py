@@ -60,7 +60,7 @@ class Rollouts:
         self._segment = border.segment
         self._samples: dict[str, Sample] = {}
         self._add(border.samples)
-        self._use(self._policy_number)
+        self._await_policy()  # the trainer may have died too
 
     def run(self) -> None:
         """Generate until the last batch is complete."""

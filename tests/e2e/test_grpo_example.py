@@ -40,7 +40,8 @@ def test_run_with_kills_equals_the_undisturbed_one(tmp_path):
     assert again == rewards
     found = differences(tmp_path / "undisturbed", tmp_path / "disturbed", NUM_UPDATES)
     assert list(found) == []
-    check_samples(undisturbed.files, rng.randrange(SPAN + 1, NUM_UPDATES))
+    for number in range(NUM_UPDATES):
+        check_samples(undisturbed.files, number)
 
 
 def check_samples(files, number):
@@ -52,8 +53,8 @@ def check_samples(files, number):
     assert [sample.cohort for sample in samples] == [number] * len(samples)
     for sample in samples:
         places = range(len(sample.token_ids))
-        first = number - SPAN
-        expected = [max(0, first + place // SEGMENT_TOKENS) for place in places]
+        segments = [number + place // SEGMENT_TOKENS for place in places]
+        expected = [max(0, min(segment, NUM_UPDATES) - SPAN) for segment in segments]
         assert sample.policies == expected
         assert len(places) == MAX_TOKENS or sample.token_ids[-1] == EOS
     for policy in range(max(0, number - SPAN), last + 1):
