@@ -136,8 +136,8 @@ def test_next_driver_gets_those_of_all_positions(serve, model, rng):
     assert_all(model, requests, outputs)
 
 
-def test_rank_that_dies_costs_no_position(serve, daemons, model, rng):
-    requests = requests_of(rng, 5)
+def assert_all_despite_a_death(serve, daemons, model, requests, num_steps, rng):
+    """Kill a random one of two ranks after some steps; its successor takes over."""
     with serve(model.path, 2, **SIZES) as (group, loaded):
 
         def recover(died):
@@ -147,10 +147,15 @@ def test_rank_that_dies_costs_no_position(serve, daemons, model, rng):
         _, driver = driver_of(group, loaded, recover=recover)
         for request in requests:
             driver.add_request(request)
-        ended = [output for _ in range(int(rng.integers(4, 10))) for output in driver.step()]
+        ended = [output for _ in range(num_steps) for output in driver.step()]
         daemons.kill(int(rng.integers(2)))
         outputs = {output.req_id: output for output in [*ended, *driver.run()]}
     assert_all(model, requests, outputs)
+
+
+def test_rank_that_dies_costs_no_position(serve, daemons, model, rng):
+    requests = requests_of(rng, 5)
+    assert_all_despite_a_death(serve, daemons, model, requests, int(rng.integers(4, 10)), rng)
 
 
 def test_replies_have_room_for_the_cached_tokens_of_a_step(serve, model, rng):
@@ -276,19 +281,7 @@ def test_a_replayed_run_is_the_same(serve, model, rng):
 
 def test_replay_survives_a_rank(serve, daemons, model, rng):
     requests = replaying(rng, requests_of(rng, 4))
-    with serve(model.path, 2, **SIZES) as (group, loaded):
-
-        def recover(died):
-            daemons.restart_dead()
-            group.replace(died.rank)
-
-        _, driver = driver_of(group, loaded, recover=recover)
-        for request in requests:
-            driver.add_request(request)
-        ended = [output for _ in range(int(rng.integers(2, 8))) for output in driver.step()]
-        daemons.kill(int(rng.integers(2)))
-        outputs = {output.req_id: output for output in [*ended, *driver.run()]}
-    assert_all(model, requests, outputs)
+    assert_all_despite_a_death(serve, daemons, model, requests, int(rng.integers(2, 8)), rng)
 
 
 def test_experts_that_cannot_be_replayed_are_refused(serve, model):
