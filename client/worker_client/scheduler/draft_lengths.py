@@ -23,7 +23,7 @@ from worker_client.scheduler.drafting.payoffs import (
     Payoffs,
     log_change,
 )
-from worker_client.scheduler.drafting.probes import Probes
+from worker_client.scheduler.drafting.probes import DraftProbe, Probes
 from worker_client.scheduler.drafting.step_costs import StepCosts, StepTimer, column
 from worker_client.scheduler.request import Request
 from worker_client.scheduler.step_budget import Clock
@@ -56,6 +56,8 @@ class _Batch:
         is_as_large = before is not None and before.column == self.column
         self.age: int = before.age if before is not None and is_as_large else -1
         """Steps since the review of the price; -1: it is due."""
+        self.lost_s = 0.0
+        """Seconds that the price has lost so far, as others would have done better."""
         self.wanted: Int64s = np.zeros(len(requests), np.int64)
         """Drafts of each that pay; those that are certain do not count."""
         self.counts: dict[str, int] = {}
@@ -64,6 +66,9 @@ class _Batch:
         """Further steps for which there is room for any number of these."""
         self.num_skipped = -1
         """DeviceRest.num_skipped when the device had made drafts for all of them."""
+        self.probe: DraftProbe | None = None
+        self.num_probing = 0
+        """Further steps of this probe."""
 
     def leave(self) -> None:
         """Drop the requests, one of which has ended; what is known of their steps stays."""
@@ -133,26 +138,30 @@ class DraftLengths:
             return {}
         self._num_steps += 1
         self._num_priced += self._costs.has_slope
-        probe = self._review(batch) if self._is_due(batch) else None
+        if batch.num_probing == 0 and self._is_due(batch):
+            self._review(batch)
         batch.age += 1
-        if probe is not None:
-            return probe
+        if batch.num_probing and batch.probe is not None:
+            return self._probe_drafts(batch, batch.probe)
         counts = self._device_drafts(batch)
         self._plan_rest(is_used=bool(counts))
         return {**counts, **self._guesses(batch)} if batch.guessed else counts
 
-    def sent(self, number: int, num_rows: int, num_tokens: int, *, only_decodes: bool) -> None:
-        """Note that a step is sent. num_tokens: of requests that decode, with their drafts."""
+    def sent(
+        self, number: int, num_rows: int, num_tokens: int, *, only_decodes: bool, group: int = 0
+    ) -> None:
+        """Note that a step is sent. num_tokens: of requests that decode, with their drafts; group:
+        see choose."""
         self._rest.sent(number)
-        self._timer.sent(num_rows, num_tokens, only_decodes=only_decodes)
+        makes = self._rest.asks
+        self._timer.sent(group, num_rows, num_tokens, only_decodes=only_decodes, makes_drafts=makes)
 
     def done(self) -> None:
         """Note the result of the oldest step in flight, and learn from its time."""
         timed = self._timer.done()
         if timed is not None:
-            step, seconds = timed
-            self._costs.learn(step.num_rows, step.num_tokens, seconds)
-            self._probes.save(seconds)
+            self._costs.learn(*timed)
+            self._probes.save(timed[1])
 
     def failed(self, num_steps: int) -> None:
         """Forget the last steps in flight: they have no result."""
@@ -193,31 +202,59 @@ class DraftLengths:
             return self._probes.is_due(self._num_steps)
         return batch.age >= min(REVIEW_EVERY, 1 + self._num_priced // REVIEW_EVERY)
 
-    def _review(self, batch: _Batch) -> Mapping[str, int] | None:
-        """Find the price of a batch by what is known now; return the drafts of a probe, if it is
-        time for one."""
+    def _review(self, batch: _Batch) -> None:
+        """Find the price of a batch by what is known now, and begin a probe if it is time for
+        one."""
         self._acceptance.count_new()
         chances = self._chances(batch)
         drafts = self._drafts(batch, chances)
-        batch.price, rate = self._price(drafts)
-        batch.choose_by_price(chances)
-        counts = np.count_nonzero(drafts.chances >= batch.price, axis=1)
+        price, rate = self._price(drafts)
+        if self._is_worth_a_change(batch, drafts, rate):
+            batch.price, batch.lost_s = price, 0.0
+            batch.choose_by_price(chances)
+        counts = np.minimum(drafts.certain + batch.wanted, drafts.room)
         if self._costs.has_slope:  # as long as drafts seem to cost nothing, their use shows nothing
             self._note_uses(batch, drafts, counts)
         batch.age, self._awaits_drafts = 0, False
-        probe = None
-        if self._probes.is_due(self._num_steps):
-            probe = self._probes.find(counts, drafts.room, rate)
+        if not self._probes.is_due(self._num_steps):
+            return
+        probe = self._probes.find(counts, drafts.room, rate)
         if probe is None:
-            return None
+            return
         made = np.ones(len(batch.requests), np.bool_)
         made[batch.on_device] = self._made(batch)
         if (probe.counts > counts)[~made].any():
             self._awaits_drafts = True
-            return None
+            return
         self._probes.sent(self._num_steps, probe)
-        self._plan_rest(is_used=bool(counts[batch.on_device].any()))
-        return _by_id(batch.requests, probe.counts * made)
+        batch.probe, batch.num_probing = probe, probe.num_steps
+
+    def _is_worth_a_change(self, batch: _Batch, drafts: _Drafts, rate: float) -> bool:
+        """Return True if the drafts so far have lost as much as one step of another kind costs,
+        compared with those that make the most tokens per second, `rate`."""
+        counts = np.minimum(drafts.certain + batch.wanted, drafts.room)
+        num_rows, num_tokens = counts.size, np.array([counts.size + counts.sum()], float)
+        gained = num_rows + drafts.chances[np.arange(self._most) < counts[:, None]].sum()
+        lost_s = self._costs.seconds(num_rows, num_tokens)[0] - gained / rate
+        batch.lost_s += max(1, batch.age) * max(0.0, float(lost_s))
+        return batch.lost_s >= self._costs.change_s
+
+    def _probe_drafts(self, batch: _Batch, probe: DraftProbe) -> Mapping[str, int]:
+        """Return the drafts of the next step of a probe. The device makes drafts for a probe's own
+        steps only if they have some; after its last step, as ever."""
+        batch.num_probing -= 1
+        goes_on = batch.num_probing > 0
+        self._rest.plan(
+            is_used=bool(batch.wanted[batch.on_device].any()),
+            must_ask=goes_on or not self._costs.has_slope,
+            must_rest=goes_on and not probe.has_drafts,
+        )
+        if not probe.has_drafts:
+            return {}
+        made = np.ones(len(batch.requests), np.bool_)
+        made[batch.on_device] = self._made(batch)
+        room = np.array([own.most_drafts for own in batch.requests]).clip(0, self._most)
+        return _by_id(batch.requests, np.minimum(probe.counts, room) * made)
 
     def _chances(self, batch: _Batch) -> Float64s:
         """Return the chances of uncertain drafts, float64 [requests, positions]."""

@@ -278,9 +278,12 @@ class Scheduler:
         if self._step_budget is not None:
             self._step_budget.sent(step.load())
         if self._draft_lengths is not None:
-            only_decodes, num_tokens = not step.prefills, step.num_decode_tokens
             self._draft_lengths.sent(
-                self._num_steps, len(step.decodes), num_tokens, only_decodes=only_decodes
+                self._num_steps,
+                len(step.decodes),
+                step.num_decode_tokens,
+                only_decodes=not step.prefills,
+                group=step.group or 0,
             )
         return self._commit(step)
 

@@ -11,7 +11,7 @@ import pytest
 
 from worker_client.scheduler.draft_lengths import DraftLengths
 from worker_client.scheduler.drafting.payoffs import DraftingChange, log_change
-from worker_client.scheduler.drafting.step_costs import StepCosts
+from worker_client.scheduler.drafting.step_costs import StepCosts, TimedStep
 from worker_client.scheduler.request import PLAIN, Traits
 from worker_client.scheduler_output import DraftOutcome
 from worker_host.log_lines import event_of
@@ -39,13 +39,15 @@ class Decoding:
 class Device:
     """Steps that take what a function of their rows and tokens says."""
 
-    def __init__(self, requests, cost_ms, seed=0, drafter_ms=0.0):
-        """drafter_ms: what it takes to make drafts after a step."""
+    def __init__(self, requests, cost_ms, seed=0, drafter_ms=0.0, change_ms=0.0):
+        """drafter_ms: what it takes to make drafts after a step; change_ms: what a step takes
+        longer if the one before was of another kind."""
         self.now_s = 0.0
         self.changes = []
         self.lengths = DraftLengths(MOST, 1, lambda: self.now_s, self.changes.append)
         self.requests, self.cost_ms, self.rng = requests, cost_ms, random.Random(seed)
         self.drafter_ms, self.made_after = drafter_ms, {-1}
+        self.change_ms, self.last_kind = change_ms, None
         self.in_flight = deque()
         self.drafted = []
         """Drafts of each step, in all."""
@@ -71,11 +73,14 @@ class Device:
                     is_there = request.last_step in self.made_after or not request.traits.may_draft
                     assert request.id not in drafts or is_there
                     request.last_step = number
-                self.in_flight.append((drafts, tokens, self.drafter_ms * makes))
+                kind, last_kind = (tokens, makes), self.last_kind
+                further_ms = self.drafter_ms * makes + self.change_ms * (kind != last_kind)
+                self.last_kind = kind
+                self.in_flight.append((drafts, tokens, further_ms))
                 self.drafted.append(tokens - rows)
                 self.choices.append(tuple(sorted(drafts.items())))
-            drafts, tokens, drafter_ms = self.in_flight.popleft()
-            self.now_s += (self.cost_ms(len(self.requests), tokens) + drafter_ms) / 1000
+            drafts, tokens, further_ms = self.in_flight.popleft()
+            self.now_s += (self.cost_ms(len(self.requests), tokens) + further_ms) / 1000
             self.lengths.done()
             for request in self.requests:
                 self.num_gained += 1
@@ -118,7 +123,7 @@ def test_drafts_that_have_never_paid_are_left_out_without_an_event(rows, cost_ms
     start on, until they fail."""
     useless = Device(decoding(rows, 0.0), cost_ms)
     useless.run(1500)
-    assert sum(useless.drafted[-12:]) <= rows and useless.changes == []  # but for a probe
+    assert sum(useless.drafted[-12:]) <= 4 * rows and useless.changes == []  # but for a probe
     requests = decoding(rows, 0.9)
     for request in requests[: rows // 4]:
         request.accuracy = 0.0
@@ -164,7 +169,7 @@ def test_a_device_whose_drafts_do_not_pay_makes_none(rows):
     assert len(device.made_after) - before < 200
     for request in device.requests:
         request.accuracy = 0.9
-    device.run(3000)
+    device.run(5000)
     best = max(Device(decoding(rows, 0.9), steep_at_8, 0, 2.0).run(600, k) for k in range(MOST + 1))
     assert device.run(600) >= 0.95 * best
 
@@ -193,6 +198,33 @@ def test_a_drafter_that_turns_bad_midway_is_left_out_until_it_is_good_again():
 
 def steep_at_8(rows, tokens):
     return 8 + 0.2 * tokens
+
+
+def small(rows, tokens):
+    """A small model: a step with drafts takes much longer than one without, but few tokens."""
+    return (0.7 if tokens == rows else 1.0) + 0.005 * tokens
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("drafter_ms", [0.0, 0.5])
+@pytest.mark.parametrize("accuracy", [0.0, 0.5, 0.95])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_steps_that_take_longer_after_another_kind_are_not_taken_for_dear(
+    rows, accuracy, drafter_ms
+):
+    """Otherwise probes without drafts seem as slow as steps with drafts, and useless ones stay; or
+    probes with drafts seem too slow ever to pay."""
+    cost = small, 0, drafter_ms, 0.7
+    best = max(Device(decoding(rows, accuracy), *cost).run(600, k) for k in range(MOST + 1))
+    device = Device(decoding(rows, accuracy), *cost)
+    device.run(600)
+    assert device.run(2000) >= 0.97 * best
+    changed = 0.95 if accuracy < 0.5 else 0.0
+    for request in device.requests:
+        request.accuracy = changed
+    device.run(6000)
+    best = max(Device(decoding(rows, changed), *cost).run(600, k) for k in range(MOST + 1))
+    assert device.run(2000) >= 0.97 * best
 
 
 def test_a_request_whose_drafts_fail_has_none_beside_others():
@@ -263,15 +295,16 @@ def test_the_same_times_give_the_same_choices():
 
 def test_a_single_late_step_changes_nothing():
     costs, late = StepCosts(), StepCosts()
+    few, many = (TimedStep(4, n, True, n > 4, 0.0, False, True) for n in (4, 20))
     for table in (costs, late):
         for _ in range(10):
-            table.learn(4, 4, 0.01)
-            table.learn(4, 20, 0.02)
-    late.learn(4, 4, 0.5)
+            table.learn(few, 0.01)
+            table.learn(many, 0.02)
+    late.learn(few, 0.5)
     places = [4.0, 12.0, 20.0, 40.0]
     assert late.seconds(4, np.array(places)).tolist() == costs.seconds(4, np.array(places)).tolist()
     assert costs.seconds(4, np.array(places)) == pytest.approx([0.01, 0.015, 0.02, 0.0325])
-    late.learn(4, 4, 0.5)
+    late.learn(few, 0.5)
     assert late.seconds(4, np.array(places))[0] > 0.05
     # Rows that were never measured have the nearest curve.
     assert costs.seconds(32, np.array([12.0])) == pytest.approx([0.015])

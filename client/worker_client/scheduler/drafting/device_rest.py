@@ -21,11 +21,11 @@ class DeviceRest:
         self._skipped: dict[int, None] = {}
         """Numbers of the last steps after which it has made none, the oldest first."""
 
-    def plan(self, *, is_used: bool, must_ask: bool) -> None:
-        """Decide about the next step. is_used: it has drafts of the device; must_ask: the step
-        after it needs some whatever they cost."""
+    def plan(self, *, is_used: bool, must_ask: bool = False, must_rest: bool = False) -> None:
+        """Decide about the next step. is_used: its drafts of the device pay; must_ask: the step
+        after it needs some whatever they cost; must_rest: that step is to have none."""
         self._num_idle = 0 if is_used else self._num_idle + 1
-        self.asks = must_ask or self._num_idle < RESTS_AFTER
+        self.asks = not must_rest and (must_ask or self._num_idle < RESTS_AFTER)
 
     def sent(self, number: int) -> None:
         """Note that step `number` is sent as planned."""

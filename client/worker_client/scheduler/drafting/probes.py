@@ -1,6 +1,8 @@
 """Steps with another number of drafts than pays, as far as is known: from time to time, to find out
-more."""
+more. Where their time is not known, a probe is several of them in a row: that of the first one
+tells little (step_costs.py)."""
 
+import math
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -10,24 +12,32 @@ from worker_client.scheduler.drafting.step_costs import StepCosts
 
 Int64s = NDArray[np.int64]
 
+PROBE_STEPS: Final = 4
+"""Steps of a probe that measures their time."""
 PROBE_SHARE: Final = 0.005
 """Share of the time that may be spent on probes."""
 PROBE_EVERY: Final = 16
-"""Steps from one probe to the next at least, however little it costs."""
+"""Steps from the beginning of one probe to the next at least, however little it costs."""
 FIRST_PROBE: Final = 3
 """Steps before the first one, which has no drafts and may cost what it will, and twice as many
 before each further one until the cost of a token is known: steps with prompts tell nothing."""
-MOST_SAVED: Final = 2.0
+MOST_SAVED: Final = 8.0
 """Steps whose time may be saved for probes at most."""
 
 
 class DraftProbe(NamedTuple):
-    """A step to find out more."""
+    """Steps to find out more."""
 
     counts: Int64s
     """int64 [requests]: drafts of each."""
+    num_steps: int
     cost_s: float
-    """Seconds that it is expected to lose."""
+    """Seconds that they are expected to lose."""
+
+    @property
+    def has_drafts(self) -> bool:
+        """False if these steps have no drafts at all."""
+        return bool(self.counts.any())
 
 
 class Probes:
@@ -40,7 +50,8 @@ class Probes:
         self._num_probes = 0
         self._last = 0
         """Number of the step with the last one."""
-        self._saved_s = 0.0
+        self._saved_s = math.inf
+        """Seconds left for probes: as many as may be saved, until steps have times."""
 
     def save(self, seconds: float) -> None:
         """Note that a step has taken so long."""
@@ -61,25 +72,35 @@ class Probes:
         per second of the best choice, as expected.
         """
         total, num_rows = int(counts.sum()), counts.size
-        if total and not self._costs.knows_undrafted(num_rows):
-            other = np.zeros_like(counts)
-        else:
-            other = np.minimum(1 + self._num_probes % self._most if total else 1, room)
+        is_undrafted = total > 0 and not self._costs.knows_undrafted(num_rows)
+        other = np.zeros_like(counts) if is_undrafted else self._other(total, room)
         num_other = int(other.sum())
         if num_other == total:
             return None
         if not self._costs.has_slope:
-            return DraftProbe(other, 0.0)
+            return DraftProbe(other, PROBE_STEPS, 0.0)
+        is_known = not is_undrafted and self._costs.knows(num_rows, num_rows + num_other)
+        num_steps = 1 if is_known else PROBE_STEPS
         best_s, other_s = self._costs.seconds(
             num_rows, num_rows + np.array([total, num_other], float)
         )
         # Drafts beyond the best choice are counted as if they gained nothing; with fewer, all are.
         gained = best_s * rate if num_other > total else num_rows
-        cost_s = max(0.0, float(other_s - gained / rate))
-        return DraftProbe(other, cost_s) if cost_s <= self._saved_s else None
+        lost_s = max(0.0, float(other_s - gained / rate))
+        cost_s = num_steps * lost_s + 2 * self._costs.change_s
+        return DraftProbe(other, num_steps, cost_s) if cost_s <= self._saved_s else None
+
+    def _other(self, total: int, room: Int64s) -> Int64s:
+        """Return the next number of drafts to try that is not `total` in all, if there is one."""
+        other = np.minimum(1, room)
+        for ahead in range(self._most if total else 0):
+            other = np.minimum(1 + (self._num_probes + ahead) % self._most, room)
+            if int(other.sum()) != total:
+                break
+        return other
 
     def sent(self, number: int, probe: DraftProbe) -> None:
-        """Note that step `number` is this probe."""
+        """Note that step `number` is the first of this probe."""
         self._saved_s -= probe.cost_s
         self._last = number
         self._num_probes += 1

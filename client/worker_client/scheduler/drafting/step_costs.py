@@ -1,5 +1,10 @@
 """Measures what steps that only decode take, by their rows and tokens, from one result to the
-next."""
+next.
+
+A step of another kind than the one before it takes longer: host and device prepare it anew. So a
+cell prefers the times of steps that follow their like; and for steps without drafts, of those after
+which the device makes none, as it does once it rests.
+"""
 
 import math
 from collections import deque
@@ -14,10 +19,17 @@ Float64s = NDArray[np.float64]
 
 STALE: Final = 512
 """Steps after which the time of a step without drafts is measured again."""
+OLD: Final = 2048
+"""Steps after which the times of a cell are measured again if that is possible; and twice as many
+after which it takes worse ones."""
 TIME_GAIN: Final = 1 / 8
 """Weight of a new time in the mean of its cell."""
 OUTLIER: Final = 0.5
 """Relative error beyond which a time is believed only if the next one repeats it."""
+MOST_LONGER: Final = 4.0
+"""Times of a step that a change of kind takes at most, as far as is believed."""
+BEST: Final = 2
+"""The quality of a time that nothing else is part of (TimedStep.quality)."""
 NUM_FIRST: Final = 4
 """Times of a cell that are believed in any case."""
 ROWS_PER_OCTAVE: Final = 4
@@ -28,23 +40,61 @@ TOKENS_PER_OCTAVE: Final = 32
 """Cells for each doubling of a step's tokens beyond."""
 
 
+class TimedStep(NamedTuple):
+    """A step in flight."""
+
+    num_rows: int
+    """Requests that decode."""
+    num_tokens: int
+    """Tokens of these, drafts included."""
+    only_decodes: bool
+    makes_drafts: bool
+    """The device makes drafts after it."""
+    sent_s: float
+    is_alone: bool
+    """No other step was in flight when it was sent."""
+    follows_its_like: bool
+    """The step before, of the same group, had equal rows and tokens, and drafts as this one."""
+
+    @property
+    def quality(self) -> int:
+        """How well its time tells what steps of its rows and tokens take: 0 to BEST."""
+        is_usual = self.num_tokens > self.num_rows or not self.makes_drafts
+        return self.follows_its_like * (1 + is_usual)
+
+
 class _Cell:
     """Mean time of steps of about so many tokens."""
 
     def __init__(self) -> None:
         self.num_tokens = self.seconds = 0.0
-        self.count = 0
+        self.quality = 0
+        """That of the times."""
+        self._count = self._last = 0
         self._had_outlier = False
 
-    def learn(self, num_tokens: int, seconds: float) -> None:
-        is_far = self.count >= NUM_FIRST and abs(seconds - self.seconds) > OUTLIER * self.seconds
+    def age(self, number: int) -> int:
+        """Return the steps since the last time, before step `number`."""
+        return number - self._last
+
+    def learn(self, step: TimedStep, seconds: float, number: int) -> bool:
+        """Take a step's time into account, unless better ones are known; return True if it was.
+        number: of the steps learned from, for their age."""
+        quality = step.quality
+        if quality < self.quality and self.age(number) < 2 * OLD:
+            return False
+        if quality != self.quality:
+            self._count, self.quality = 0, quality
+        is_far = self._count >= NUM_FIRST and abs(seconds - self.seconds) > OUTLIER * self.seconds
         ignored, self._had_outlier = is_far and not self._had_outlier, is_far
         if ignored:
-            return
-        self.count += 1
-        gain = max(TIME_GAIN, 1 / self.count)
-        self.num_tokens += (num_tokens - self.num_tokens) * gain
+            return False
+        self._count += 1
+        self._last = number
+        gain = max(TIME_GAIN, 1 / self._count)
+        self.num_tokens += (step.num_tokens - self.num_tokens) * gain
         self.seconds += (seconds - self.seconds) * gain
+        return True
 
 
 def column(num_rows: int) -> int:
@@ -69,20 +119,31 @@ class StepCosts:
         self._num_steps = 0
         self.has_slope = False
         """True if the cost of a token is known."""
+        self.change_s = 0.0
+        """Mean of what a step takes longer if the one before was of another kind."""
 
-    def learn(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+    def learn(self, step: TimedStep, seconds: float) -> None:
         """Take the time of a step into account."""
         self._num_steps += 1
-        cells = self._by_rows.setdefault(column(num_rows), {})
-        cells.setdefault(_place(num_tokens), _Cell()).learn(num_tokens, seconds)
+        cells = self._by_rows.setdefault(column(step.num_rows), {})
+        cell = cells.setdefault(_place(step.num_tokens), _Cell())
+        if cell.quality > step.quality == 0:
+            longer_s = min(max(0.0, seconds - cell.seconds), MOST_LONGER * cell.seconds)
+            self.change_s += (longer_s - self.change_s) * TIME_GAIN
+        is_taken = cell.learn(step, seconds, self._num_steps)
         self.has_slope = self.has_slope or len(cells) > 1
-        if num_rows == num_tokens:
-            self._undrafted[column(num_rows)] = self._num_steps
+        if is_taken and step.num_rows == step.num_tokens:
+            self._undrafted[column(step.num_rows)] = self._num_steps
 
     def knows_undrafted(self, num_rows: int) -> bool:
         """Return True if the time of a step without drafts was measured lately."""
         last = self._undrafted.get(column(num_rows))
         return last is not None and self._num_steps - last < STALE
+
+    def knows(self, num_rows: int, num_tokens: int) -> bool:
+        """Return True if the time of such steps was measured lately, as well as it can be."""
+        cell = self._by_rows.get(column(num_rows), {}).get(_place(num_tokens))
+        return cell is not None and cell.quality == BEST and cell.age(self._num_steps) < OLD
 
     def seconds(self, num_rows: int, num_tokens: Float64s) -> Float64s:
         """Return the expected times of steps: between measured cells on a line, beyond them with
@@ -112,19 +173,6 @@ class StepCosts:
         return max(0.0, float((times[-1] - times[0]) / (tokens[-1] - tokens[0])))
 
 
-class TimedStep(NamedTuple):
-    """A step in flight."""
-
-    num_rows: int
-    """Requests that decode."""
-    num_tokens: int
-    """Tokens of these, drafts included."""
-    only_decodes: bool
-    sent_s: float
-    is_alone: bool
-    """No other step was in flight when it was sent."""
-
-
 class StepTimer:
     """The steps in flight, and what the oldest has taken."""
 
@@ -133,12 +181,19 @@ class StepTimer:
         self._clock = clock
         self._in_flight: deque[TimedStep] = deque()
         self._last_result_s = -math.inf
+        self._last: dict[int, TimedStep] = {}
+        """The step of each group that was sent last."""
 
-    def sent(self, num_rows: int, num_tokens: int, *, only_decodes: bool) -> None:
-        """Note that a step is sent."""
-        is_alone = not self._in_flight
-        step = TimedStep(num_rows, num_tokens, only_decodes, self._clock(), is_alone)
+    def sent(
+        self, group: int, num_rows: int, num_tokens: int, *, only_decodes: bool, makes_drafts: bool
+    ) -> None:
+        """Note that a step is sent. group: of the requests that decode in it."""
+        kind = num_rows, num_tokens, only_decodes, makes_drafts
+        last = self._last.get(group)
+        follows_its_like = last is not None and last[:4] == kind
+        step = TimedStep(*kind, self._clock(), not self._in_flight, follows_its_like)
         self._in_flight.append(step)
+        self._last[group] = step
 
     def done(self) -> tuple[TimedStep, float] | None:
         """Note the result of the oldest step. Return it and its seconds, from the result before, if
