@@ -10,7 +10,6 @@ import argparse
 import json
 import time
 from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -18,61 +17,23 @@ from unittest import mock
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor
 
 from benchmarks.draft_steps import MODELS, measure
 from benchmarks.replay_drafter import Mistakes, Recording, ReplayDrafter
-from benchmarks.stage_driver import MAX_NUM_BATCHED_TOKENS, StageDriver, bitmap, wait
+from benchmarks.stage_driver import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, StageDriver, bitmap, wait
 from rpc_schema.config import SpeculativeConfig
 from rpc_schema.step import ExecuteModel
-from worker_daemon.contracts.arrays import Int32s, Int64s
-from worker_daemon.drafting.interface import Drafter, Gained
+from worker_daemon.contracts.arrays import Int64s
 from worker_daemon.drafting.row_texts import DraftLimits
 from worker_daemon.runner.output import PendingOutput
 
 PROMPT_LEN = 1040
 """Beyond a bound of lengths (kernels/tiles.py:length_bounds), which would change the kernels."""
+MAX_MODEL_LEN = 4096
+VOCAB_SIZE = 100_000
+"""Wrong drafts are tokens below this."""
 NUM_TOKENS = 160
 """Tokens of each row that are recorded, and gained again with drafts."""
-
-
-class Switch:
-    """A drafter without proposals, until it gets another."""
-
-    def __init__(self, num_drafts: int) -> None:
-        self.inner: Drafter | None = None
-        self._num_drafts = num_drafts
-
-    @property
-    def follower(self) -> None:
-        """See Drafter."""
-        return None
-
-    def begin(self, slots: Sequence[int], tokens: Sequence[Int32s]) -> None:
-        """See Drafter."""
-        if self.inner is not None:
-            self.inner.begin(slots, tokens)
-
-    def gain(self, gained: Gained) -> None:
-        """See Drafter."""
-        if self.inner is not None:
-            self.inner.gain(gained)
-
-    def propose(self, gained: Gained) -> Tensor:
-        """See Drafter."""
-        if self.inner is not None:
-            return self.inner.propose(gained)
-        return gained.token_ids.new_zeros((gained.rows.shape[0], self._num_drafts))
-
-    def forget(self) -> None:
-        """See Drafter."""
-        if self.inner is not None:
-            self.inner.forget()
-
-    def restart(self) -> None:
-        """See Drafter."""
-        if self.inner is not None:
-            self.inner.restart()
 
 
 class Gain(NamedTuple):
@@ -162,9 +123,11 @@ def _pairs(slots: Int64s, values: Int64s) -> bytes:
     return np.stack([slots, values], axis=1).astype("<i4").tobytes()
 
 
-def gain(driver: StageDriver, switch: Switch, num_seqs: int, num_drafts: int, share: float) -> Gain:
+def gain(
+    driver: StageDriver, drafter: ReplayDrafter, num_seqs: int, num_drafts: int, share: float
+) -> Gain:
     """Measure rows whose drafts are wrong with this probability."""
-    switch.inner = None
+    drafter.load([], Mistakes(share, VOCAB_SIZE))
     alone = measure(driver, num_seqs, 0).ms
     rows = Rows(driver, num_seqs, num_drafts)
     recorded, _, _ = rows.run()
@@ -172,9 +135,7 @@ def gain(driver: StageDriver, switch: Switch, num_seqs: int, num_drafts: int, sh
         Recording(prompt, output)
         for prompt, output in zip(rows.prompts.tolist(), recorded, strict=True)
     ]
-    limits = DraftLimits(256, driver.max_model_len, num_drafts)
-    mistakes = Mistakes(share, 100_000, seed=num_seqs)
-    switch.inner = ReplayDrafter(recordings, mistakes, limits, torch.device(driver.device))
+    drafter.load(recordings, Mistakes(share, VOCAB_SIZE, seed=num_seqs))
     outputs, step_ms, tokens = rows.run()
     agreed = sum(map(list.__eq__, outputs, recorded)) / num_seqs
     return Gain(num_seqs, share, alone, step_ms, tokens, tokens * alone / step_ms, agreed)
@@ -190,15 +151,21 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    switch, found = Switch(args.drafts), []
+    limits = DraftLimits(MAX_NUM_SEQS, MAX_MODEL_LEN, args.drafts)
+    num_recorded = max(args.batches) * NUM_TOKENS
+    drafter, found = ReplayDrafter(limits, num_recorded, torch.device(args.device)), []
     speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=args.drafts)
-    with mock.patch("worker_daemon.worker.serving.make_drafter", lambda *_: switch):
+    with mock.patch("worker_daemon.worker.serving.make_drafter", lambda *_: drafter):
         driver = StageDriver(
-            MODELS / args.model, args.device, 4096, num_blocks=24_000, speculative=speculative
+            MODELS / args.model,
+            args.device,
+            MAX_MODEL_LEN,
+            num_blocks=24_000,
+            speculative=speculative,
         )
         driver.start()
         for num_seqs in args.batches:
-            found.append(gain(driver, switch, num_seqs, args.drafts, args.share))
+            found.append(gain(driver, drafter, num_seqs, args.drafts, args.share))
             print(found[-1], flush=True)
         driver.leave()
     if args.json is not None:

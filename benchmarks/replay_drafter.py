@@ -39,36 +39,44 @@ class Mistakes(NamedTuple):
 
 class ReplayDrafter:
     """A Drafter of recorded outputs. A row has the recording whose prompt its first tokens are, the
-    longest if there are several; other rows get no drafts. Owns the recordings on the device."""
+    longest if there are several; other rows get no drafts. Owns the recordings on the device, at
+    addresses that stay, so that graphs which hold its launches go on with other recordings."""
 
-    def __init__(
-        self,
-        recordings: Sequence[Recording],
-        mistakes: Mistakes,
-        limits: DraftLimits,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, limits: DraftLimits, num_tokens: int, device: torch.device) -> None:
+        """num_tokens: of all recorded outputs at most."""
+        self._num_drafts, self._num_tokens = limits.num_drafts, num_tokens
+        num_rows = limits.max_num_seqs + 1
+        # Behind each output, of which a row has one at most, there are no proposals.
+        num_places = num_tokens + self._num_drafts * (1 + num_rows)
+        self._tokens = torch.full((num_places,), NO_PROPOSAL, dtype=torch.int64, device=device)
+        """int64: the outputs, with no proposals before, between and after them."""
+        self._places = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        """int64 [S + 1]: each row's next token; 0, before all outputs, without a recording."""
+        self._ends = torch.zeros_like(self._places)
+        """int64 [S + 1]: the end of each row's recording."""
+        self._ahead = torch.arange(self._num_drafts, device=device)
+        self._by_prompt: dict[bytes, tuple[int, int]] = {}
+        self._prompt_lens: list[int] = []
+
+    def load(self, recordings: Sequence[Recording], mistakes: Mistakes) -> None:
+        """Replace the recordings, one for each row at most; no row has one until it begins."""
         outputs = [np.array(each.output, np.int64) for each in recordings]
         sizes = [output.size for output in outputs]
+        assert sum(sizes) <= self._num_tokens and len(sizes) < self._places.shape[0]
         told = mistakes.applied(np.concatenate([np.zeros(0, np.int64), *outputs]))
-        after_each = np.full(limits.num_drafts, NO_PROPOSAL, np.int64)
+        after_each = np.full(self._num_drafts, NO_PROPOSAL, np.int64)
         pieces = [after_each]
         for output in np.split(told, np.cumsum(sizes)[:-1]) if sizes else []:
             pieces += [output, after_each]
-        self._tokens = upload(np.concatenate(pieces), device)
-        """int64: the outputs, with no proposals before, between and after them."""
-        firsts = np.cumsum([0, *sizes[:-1]]) + limits.num_drafts * np.arange(1, len(sizes) + 1)
+        tokens = upload(np.concatenate(pieces), self._tokens.device)
+        self._tokens.fill_(NO_PROPOSAL)[: tokens.shape[0]] = tokens
+        firsts = np.cumsum([0, *sizes[:-1]]) + self._num_drafts * np.arange(1, len(sizes) + 1)
         self._by_prompt = {
             _key(each.prompt): (int(first), int(first) + size)
             for each, first, size in zip(recordings, firsts, sizes, strict=True)
         }
         self._prompt_lens = sorted({len(each.prompt) for each in recordings}, reverse=True)
-        num_rows = limits.max_num_seqs + 1
-        self._places = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        """int64 [S + 1]: each row's next token; 0, before all outputs, without a recording."""
-        self._ends = torch.zeros_like(self._places)
-        """int64 [S + 1]: the end of each row's recording."""
-        self._ahead = torch.arange(limits.num_drafts, device=device)
+        self.forget()
 
     @property
     def follower(self) -> None:

@@ -42,7 +42,9 @@ def drafted(decode, num_requests):
 
 def record(*, src, cache_hit, **_):
     if not cache_hit:
-        compiled.append(src.name)
+        names = src.fn.arg_names
+        values = {names[place[0]]: value for place, value in src.constants.items()}
+        compiled.append(f"{src.name} {values}")
 
 with KernelCompiler.start() as compiler:
     speculative = SpeculativeConfig()
