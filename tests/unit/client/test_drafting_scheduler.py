@@ -529,7 +529,9 @@ def test_guesses_change_no_token(pp, num_blocks):
 def test_guesses_do_not_count_as_the_drafts_of_the_device():
     """Requests without a grammar keep theirs where all guesses are wrong."""
     now_s = 0.0
-    group = DraftingGroup(random.Random(2), 0.9, make_limits(max_model_len=1400, num_blocks=1100), lambda: now_s)
+    group = DraftingGroup(
+        random.Random(2), 0.9, make_limits(max_model_len=1400, num_blocks=1100), lambda: now_s
+    )
     grammar = read_structured_output({"regex": "a*"})
     for index in range(4):
         own = SamplingParams(ignore_eos=True, structured_outputs=grammar if index % 2 else None)
