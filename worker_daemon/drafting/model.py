@@ -124,7 +124,8 @@ class ModelDrafter:
         """Return that of one token of each row. is_kept: bool [Q], False for tokens whose keys go
         to the null block."""
         count, size = rows.shape[0], self._block_size
-        blocks = self._block_table[rows.long(), (positions // size).long()]
+        # int64, as the target's slots are: kernels are compiled ahead for these.
+        blocks = self._block_table[rows.long(), (positions // size).long()].long()
         slots = (blocks * size + positions % size) * is_kept
         return AttentionMetadata(
             query_start_loc=self._count[: count + 1],
