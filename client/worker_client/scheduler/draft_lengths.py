@@ -23,7 +23,7 @@ from worker_client.scheduler.drafting.payoffs import (
     Payoffs,
     log_change,
 )
-from worker_client.scheduler.drafting.probes import DraftProbe, Probes
+from worker_client.scheduler.drafting.probes import HOPELESS, DraftProbe, Probes
 from worker_client.scheduler.drafting.step_costs import StepCosts, StepTimer, column
 from worker_client.scheduler.request import Request
 from worker_client.scheduler.step_budget import Clock
@@ -50,6 +50,12 @@ class _Batch:
         """Requests whose drafts the device makes."""
         self.guessed = [own for own in requests if not own.traits.may_draft]
         """Requests whose drafts the driver brings."""
+        self.sources = [
+            source
+            for source, own in ((Source.DEVICE, self.drafted), (Source.DRIVER, self.guessed))
+            if own
+        ]
+        """Those of their drafts."""
         self.column = column(len(requests))
         self.price: float = before.price if before is not None else 0.0
         """Least gain of a draft that pays, in tokens."""
@@ -205,7 +211,7 @@ class DraftLengths:
     def _review(self, batch: _Batch) -> None:
         """Find the price of a batch by what is known now, and begin a probe if it is time for
         one."""
-        self._acceptance.count_new()
+        self._acceptance.count_new(self._num_steps)
         chances = self._chances(batch)
         drafts = self._drafts(batch, chances)
         price, rate = self._price(drafts)
@@ -216,7 +222,9 @@ class DraftLengths:
         if self._costs.has_slope:  # as long as drafts seem to cost nothing, their use shows nothing
             self._note_uses(batch, drafts, counts)
         batch.age, self._awaits_drafts = 0, False
-        if not self._probes.is_due(self._num_steps):
+        best_rate = max(self._acceptance.first_rate(source) for source in batch.sources)
+        is_hopeless = not counts.any() and best_rate < HOPELESS
+        if not self._probes.is_due(self._num_steps, is_hopeless=is_hopeless):
             return
         probe = self._probes.find(counts, drafts.room, rate)
         if probe is None:

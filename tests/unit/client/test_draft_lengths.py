@@ -169,7 +169,7 @@ def test_a_device_whose_drafts_do_not_pay_makes_none(rows):
     assert len(device.made_after) - before < 200
     for request in device.requests:
         request.accuracy = 0.9
-    device.run(5000)
+    device.run(3000)
     best = max(Device(decoding(rows, 0.9), steep_at_8, 0, 2.0).run(600, k) for k in range(MOST + 1))
     assert device.run(600) >= 0.95 * best
 

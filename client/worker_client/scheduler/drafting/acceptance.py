@@ -26,6 +26,9 @@ OVERALL_GAIN: Final = 1 / 48
 """The same, of all requests."""
 NUM_DEVIATIONS: Final = 1.5
 """Standard deviations by which a request's rate must differ from that of all to count at all."""
+FORGOTTEN_AFTER: Final = 256
+"""Steps without an outcome after which the earlier ones of a request weigh 1 / e of what they did.
+Otherwise a request whose drafts are hardly ever tried would be known by very old ones."""
 FIRST_ROWS: Final = 16
 
 
@@ -49,6 +52,8 @@ class Acceptance:
         self._gains = np.ones((FIRST_ROWS, most))
         """Weight of the last outcome in each mean: 1 / number of outcomes at first."""
         self._source = np.zeros(FIRST_ROWS, np.int64)
+        self._last = np.zeros(FIRST_ROWS, np.int64)
+        """Number of the step at which outcomes were counted last."""
         self._free: list[int] = [*range(FIRST_ROWS)][::-1]
         self._left: list[int] = []
         """Rows whose requests have ended, of which there may be outcomes that are not counted."""
@@ -63,11 +68,12 @@ class Acceptance:
     def begin(self, source: Source) -> int:
         """Return the row of a new request: with the rates of all, soon replaced by its own."""
         if not self._free:
-            self.count_new()
+            self.count_new(int(self._last.max()))
         if not self._free:
             size = self.num_rows
             self._rates, self._gains = grown(self._rates, 2 * size), grown(self._gains, 2 * size)
             self._source = grown(self._source, 2 * size)
+            self._last = grown(self._last, 2 * size)
             self._free = [*range(size, 2 * size)][::-1]
         row = self._free.pop()
         self._rates[row], self._gains[row] = self._overall[source], 1.0
@@ -83,18 +89,18 @@ class Acceptance:
         one tell nothing."""
         self._new += outcomes
 
-    def count_new(self) -> None:
-        """Take the outcomes into account that were noted."""
+    def count_new(self, number: int) -> None:
+        """Take the outcomes into account that were noted. number: of the next step."""
         if self._new:
             rows, outcomes = zip(*self._new, strict=True)
             self._new.clear()
             numbers = np.fromiter(chain.from_iterable(outcomes), np.int64, 2 * len(rows))
-            self._count(np.array(rows), numbers.reshape(-1, 2))
+            self._count(np.array(rows), numbers.reshape(-1, 2), number)
         if self._left:
             self._free += self._left
             self._left.clear()
 
-    def _count(self, rows: Int64s, outcomes: Int64s) -> None:
+    def _count(self, rows: Int64s, outcomes: Int64s, number: int) -> None:
         """Take outcomes into account. outcomes: int64 [outcomes, 2], as DraftOutcome."""
         num_tested = self._reaching(rows, np.minimum(outcomes[:, 0], outcomes[:, 1] + 1))
         num_accepted = self._reaching(rows, outcomes[:, 1])
@@ -108,9 +114,11 @@ class Acceptance:
                 OVERALL_GAIN,
             )
         numbers = num_tested[:, 0].nonzero()[0]
+        ages = ((number - self._last[numbers, None]) / FORGOTTEN_AFTER).clip(max=16)
+        self._last[numbers] = number
         self._rates[numbers], self._gains[numbers] = _learned(
             self._rates[numbers],
-            self._gains[numbers],
+            np.minimum(1.0, self._gains[numbers] * np.exp(ages)),
             num_tested[numbers],
             num_accepted[numbers],
             OWN_GAIN,

@@ -18,6 +18,10 @@ PROBE_SHARE: Final = 0.005
 """Share of the time that may be spent on probes."""
 PROBE_EVERY: Final = 16
 """Steps from the beginning of one probe to the next at least, however little it costs."""
+RARELY: Final = 256
+"""The same where none pay, and hardly any is accepted."""
+HOPELESS: Final = 0.1
+"""Share of first drafts of which fewer are accepted there."""
 FIRST_PROBE: Final = 3
 """Steps before the first one, which has no drafts and may cost what it will, and twice as many
 before each further one until the cost of a token is known: steps with prompts tell nothing."""
@@ -57,10 +61,12 @@ class Probes:
         """Note that a step has taken so long."""
         self._saved_s = min(self._saved_s + PROBE_SHARE * seconds, MOST_SAVED * seconds)
 
-    def is_due(self, number: int) -> bool:
-        """Return True if step `number` comes late enough after the last probe."""
-        is_first = not self._costs.has_slope
-        wait = FIRST_PROBE << min(self._num_probes, 16) if is_first else PROBE_EVERY
+    def is_due(self, number: int, *, is_hopeless: bool = False) -> bool:
+        """Return True if step `number` comes late enough after the last probe. is_hopeless: no
+        drafts pay, and of first ones fewer than HOPELESS are accepted."""
+        wait = RARELY if is_hopeless else PROBE_EVERY
+        if not self._costs.has_slope:
+            wait = FIRST_PROBE << min(self._num_probes, 16)
         return number - self._last >= wait
 
     def find(self, counts: Int64s, room: Int64s, rate: float) -> DraftProbe | None:
