@@ -87,7 +87,8 @@ def test_tools(client, choice, is_streamed):
         with client.chat.completions.stream(**body, parallel_tool_calls=False) as stream:
             kinds = [event.type for event in stream]
             answer = stream.get_final_completion()
-        assert kinds.count("tool_calls.function.arguments.delta") > 2
+        # In how many parts depends on what the grammar forces, and on the reader.
+        assert "tool_calls.function.arguments.delta" in kinds
     else:
         answer = client.chat.completions.parse(**body, parallel_tool_calls=False)
     message, reason = answer.choices[0].message, answer.choices[0].finish_reason
