@@ -58,7 +58,7 @@ class TimedStep(NamedTuple):
 
     @property
     def quality(self) -> int:
-        """How well its time tells what steps of its rows and tokens take: 0 to BEST."""
+        """Rank of its time among those of steps of its rows and tokens: 0 to BEST."""
         is_usual = self.num_tokens > self.num_rows or not self.makes_drafts
         return self.follows_its_like * (1 + is_usual)
 
