@@ -16,7 +16,6 @@ from rpc_schema.lora_request import LoraRequest
 from rpc_schema.pooling import PooledOutputs, PoolingParams
 from rpc_schema.prompt_embeds import PromptEmbeds
 from rpc_schema.routed_experts import (
-    ReplayedExperts,
     ReplayExperts,
     RoutedExperts,
     RoutedExpertsWanted,
@@ -59,7 +58,7 @@ RequestExtension: TypeAlias = (
 )
 """Extension of a request, from its admission on."""
 
-StepExtension: TypeAlias = GrammarMasks | ReplayedExperts
+StepExtension: TypeAlias = GrammarMasks
 """Extension of one step, or of the sampling of one."""
 
 ReplyExtension: TypeAlias = (

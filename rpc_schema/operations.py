@@ -234,6 +234,7 @@ _CONTROL_ROWS: Final[tuple[ControlOperation[Any], ...]] = (
     # meantime.
     ControlOperation(uploads.UploadChunk, uploads.UploadChunkReply, Role.DRIVER, repeatable=True),
     ControlOperation(uploads.FindUploads, uploads.FindUploadsReply, Role.DRIVER, repeatable=True),
+    ControlOperation(uploads.ReadUpload, uploads.ReadUploadReply, Role.DRIVER, repeatable=True),
     ControlOperation(uploads.DropUploads, lc.Acknowledged, Role.DRIVER),
     # Contents of KV blocks, for the next driver.
     ControlOperation(

@@ -1,7 +1,7 @@
 """The experts to which a model's routers have sent the tokens of requests: reported, or brought
 by requests that replay them."""
 
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
@@ -77,8 +77,9 @@ class RoutedExperts(FramedExtension, frozen=True, tag=24, kw_only=True):
 
 class ReplayExperts(Extension, frozen=True, tag=30, kw_only=True):
     """A request brings the experts of its first tokens, in place of its routers' choice; weights
-    are computed from the routers' scores. Steps that compute such tokens bring their experts
-    (ReplayedExperts). Requests that replay share only blocks of the same tokens and experts."""
+    are computed from the routers' scores. The experts are an upload [num_positions, num_layers,
+    top_k], which every rank must keep until the request ends. A step that needs a missing upload
+    fails. Requests that replay share only blocks of the same tokens and experts."""
 
     num_positions: Positive
     num_layers: Positive
@@ -86,22 +87,16 @@ class ReplayExperts(Extension, frozen=True, tag=30, kw_only=True):
     max_expert: Count
     """Largest number among the experts."""
     content_hash: ContentHash
-    """Name of the experts among others: their BLAKE2b as little-endian uint16."""
-
-
-class ReplayedExperts(FramedExtension, frozen=True, tag=2, kw_only=True):
-    """Experts of the tokens of a step that requests replay. One frame: uint8 or little-endian
-    uint16 [tokens, num_layers, top_k], one request after the other."""
-
-    req_ids: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=65535)]
-    """All requests of the step that compute tokens whose experts they replay, perhaps with those
-    of other replicas."""
-    counts: RawInt32
-    """Number of these tokens of each: its first ones in the step."""
+    """Name of the upload."""
 
     @property
-    def num_frames(self) -> int:
-        return 1
+    def dtype(self) -> Literal["uint8", "uint16"]:
+        """Dtype of the upload."""
+        return "uint8" if self.max_expert < 256 else "uint16"
+
+    @property
+    def uploads(self) -> tuple[bytes, ...]:
+        return (self.content_hash,)
 
 
 def replay_fault(

@@ -33,9 +33,17 @@ MAX_NAMED_UPLOADS: Final = 1024
 """Bound for one request."""
 MAX_DIMENSIONS: Final = 8
 
-UploadDtype = Literal["float32", "float16", "bfloat16", "int64", "int32", "uint8"]
+UploadDtype = Literal["float32", "float16", "bfloat16", "int64", "int32", "uint16", "uint8"]
 ITEM_BYTES: Final[Mapping[UploadDtype, int]] = MappingProxyType(
-    {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1}
+    {
+        "float32": 4,
+        "float16": 2,
+        "bfloat16": 2,
+        "int64": 8,
+        "int32": 4,
+        "uint16": 2,
+        "uint8": 1,
+    }
 )
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -86,6 +94,24 @@ class FindUploads(ControlRequest["FindUploadsReply"], frozen=True, tag=41, kw_on
 class FindUploadsReply(ControlReply, frozen=True, tag=41, kw_only=True):
     are_complete: Annotated[tuple[bool, ...], Meta(max_length=MAX_NAMED_UPLOADS)]
     """For each of content_hashes."""
+
+
+class ReadUpload(ControlRequest["ReadUploadReply"], frozen=True, tag=45, kw_only=True):
+    """Return a chunk of a complete upload, so that a driver that adopts requests has their tensors
+    too. Refused for a hash that no complete upload has, or an offset that it does not have
+    (CONFIG)."""
+
+    epoch: Unsigned
+    content_hash: ContentHash
+    offset: Unsigned
+    """A multiple of 524288."""
+
+
+class ReadUploadReply(ControlReply, frozen=True, tag=45, kw_only=True):
+    dtype: UploadDtype
+    shape: UploadShape
+    data: Annotated[bytes, Meta(min_length=1, max_length=CHUNK_BYTES)]
+    """524288 bytes, or the remainder at the tensor's end."""
 
 
 class DropUploads(ControlRequest[Acknowledged], frozen=True, tag=42, kw_only=True):

@@ -34,7 +34,7 @@ from worker_client.errors import (
     WeightsNotWhole,
 )
 from worker_client.inputs.request_checks import checked_id, validated
-from worker_client.requests import GenerationRequest, Reports, forked, hashed, seeded
+from worker_client.requests import GenerationRequest, Reports, forked, hashed, must_hash, seeded
 from worker_client.scheduler import RequestOutput
 from worker_client.scheduler_output import Experts
 
@@ -178,7 +178,7 @@ class AsyncDriver:
             WorkerDaemonError: the driver has ended, as Driver.step says, and so has every request.
         """
         unique = self._unique(request)
-        if isinstance(unique.prompt_embeds, np.ndarray):  # a second for a gigabyte
+        if must_hash(unique):
             unique = await asyncio.to_thread(hashed, unique)
         samples = [sample.id for sample in forked(unique)]
         names = [f"{request.id}{name.removeprefix(unique.id)}" for name in samples]

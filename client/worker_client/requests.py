@@ -20,9 +20,12 @@ from rpc_schema.prompt_embeds import MAX_EMBEDDED_RANGES, PromptEmbeds
 from rpc_schema.routed_experts import RoutedExpertsWanted
 from rpc_schema.sampling import TraceWanted
 from worker_client.errors import RequestError
-from worker_client.inputs.host_tensor import HostTensor
 from worker_client.inputs.prompt_embeds import Embeddings, embeds_extension, host_tensor
-from worker_client.inputs.replayed_experts import replay_extension
+from worker_client.inputs.replayed_experts import (
+    ExpertsToReplay,
+    replay_extension,
+    replayed_tensor,
+)
 from worker_client.inputs.sampling_params import DEFAULT_SAMPLING, no_seed
 from worker_client.inputs.sampling_params import SamplingParams as SamplingParams
 from worker_client.scheduler_output import Experts, FullLogprob, Logprobs
@@ -70,10 +73,10 @@ class GenerationRequest:
     decoding would have reported. At most max_tokens; what is left of these is generated."""
     routed_experts: bool = False
     """Report the experts of its tokens (RequestOutput.routed_experts)."""
-    replay_experts: NDArray[Any] | None = None
+    replay_experts: ExpertsToReplay | None = None
     """Experts that its first tokens take in place of their routers' choice: integers [positions,
     layers with experts, top_k], as RequestOutput.routed_experts, of at most the tokens of `prompt`
-    and `output_token_ids`. Must not change before the request ends."""
+    and `output_token_ids`."""
     features: tuple[RequestExtension, ...] = ()
     """Extensions of features that have no field above."""
 
@@ -131,12 +134,22 @@ def seeded(request: GenerationRequest) -> GenerationRequest:
     return with_sampling(request, seed=random_seed()) if request.sampling.needs_seed else request
 
 
+def must_hash(request: GenerationRequest) -> bool:
+    """Return True if `hashed` takes time: a second for a gigabyte."""
+    return any(isinstance(e, np.ndarray) for e in (request.prompt_embeds, request.replay_experts))
+
+
 def hashed(request: GenerationRequest) -> GenerationRequest:
-    """Return the request with its embeddings as a HostTensor, whose hash is computed here unless it
-    has one. Raises RequestError as host_tensor does."""
-    if request.prompt_embeds is None or isinstance(request.prompt_embeds, HostTensor):
+    """Return a checked request with its embeddings and experts as HostTensors, whose hashes are
+    computed here unless they have them. Raises RequestError as host_tensor does."""
+    if not must_hash(request):
         return request
-    return replace(request, prompt_embeds=host_tensor(request.prompt_embeds))
+    embeds, experts = request.prompt_embeds, request.replay_experts
+    return replace(
+        request,
+        prompt_embeds=None if embeds is None else host_tensor(embeds),
+        replay_experts=None if experts is None else replayed_tensor(experts),
+    )
 
 
 def derived_seed(seed: int, index: int) -> int:

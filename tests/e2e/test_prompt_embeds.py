@@ -38,7 +38,7 @@ from tests.support.serving import (
     worker_config,
 )
 from worker_client.driver import Driver
-from worker_client.driver_parts.request_uploads import EMBEDS_LOST
+from worker_client.driver_parts.request_uploads import UPLOADS_LOST
 from worker_client.errors import RequestError, StepFailed
 from worker_client.inputs.prompt_embeds import host_tensor
 from worker_client.scheduler import Scheduler
@@ -307,7 +307,7 @@ def test_adopted_request_without_its_upload_ends_alone(daemons, checkpoint):
             scheduler = Scheduler(scheduler_limits(group, loaded))
             driver = Driver(group, scheduler)
             kept, lost = driver.claim(adopted, [tensors["e1"]])
-            assert [(output.req_id, output.error) for output in lost] == [("e0", EMBEDS_LOST)]
+            assert [(output.req_id, output.error) for output in lost] == [("e0", UPLOADS_LOST)]
             assert not scheduler.adopt_requests(kept)
             assert {output.req_id: output.token_ids for output in driver.run()} == {
                 name: cases.expected[name] for name in ("e1", "e2")

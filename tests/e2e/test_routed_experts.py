@@ -4,13 +4,15 @@ model is split and whatever happens to the requests. The same tokens as without.
 import asyncio
 import contextlib
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
 from rpc_schema.errors import ConfigError
+from rpc_schema.extensions import extension_of
 from rpc_schema.pooling import PoolingParams
-from rpc_schema.routed_experts import MAX_REPORTED_BYTES, RoutedExpertsShape
+from rpc_schema.routed_experts import MAX_REPORTED_BYTES, ReplayExperts, RoutedExpertsShape
 from tests.support.checkpoints import VOCAB_SIZE, prompts
 from tests.support.chosen_experts import assert_experts, chosen_experts
 from tests.support.exhaustive import exhaustively
@@ -107,33 +109,82 @@ def driver_of(group, loaded, **options):
     return scheduler, Driver(group, scheduler, **options)
 
 
+@contextlib.contextmanager
+def adopting(endpoints, config, loaded, **options):
+    """A driver that takes over the requests of the one before, which is gone; those that had ended
+    already, and the positions that have KV."""
+    with WorkerGroup(endpoints, config.parallel, lease=LONG_LEASE) as group:
+        group.attach(force=True, keep_requests=True)
+        assert group.prepare(config, num_gpu_blocks=256).was_loaded
+        recover = options.get("recover", lambda group, died: None)
+        scheduler, driver = driver_of(group, loaded, recover=partial(recover, group))
+        adopted, lost = driver.claim(group.adopt_requests())
+        assert not lost
+        ended = scheduler.adopt_requests(adopted)
+        yield driver, adopted, ended
+
+
+def steps_of(driver, requests, count):
+    for request in requests:
+        driver.add_request(request)
+    return [output for _ in range(count) for output in driver.step()]
+
+
+def finish(driver, requests, adopted, ended):
+    """The outputs of all requests, those included that had no row to adopt."""
+    known = {each.req_id for each in adopted} | {output.req_id for output in ended}
+    for request in requests:
+        if request.id not in known:
+            driver.add_request(request)
+    return {output.req_id: output for output in [*ended, *driver.run()]}
+
+
 def test_next_driver_gets_those_of_all_positions(serve, model, rng):
-    """From the blocks: nothing is computed again. Those to replay are gone with their driver."""
+    """From the blocks: nothing is computed again."""
     requests = requests_of(rng, 5)
-    first = GenerationRequest("replays", [1, 2, 3], 70, replay_experts=random_experts(rng, 3))
     config = worker_config(model.path, 2, **SIZES)
     with serve(model.path, 2, **SIZES) as (group, loaded):
         endpoints = [status.endpoint for status in group.get_status()]
-        _, driver = driver_of(group, loaded)
-        for request in (first, *requests):
-            driver.add_request(request)
-        ended = [output for _ in range(8) for output in driver.step()]
-        with WorkerGroup(endpoints, config.parallel, lease=LONG_LEASE) as successor:
-            successor.attach(force=True, keep_requests=True)
-            assert successor.prepare(config, num_gpu_blocks=256).was_loaded
-            scheduler, driver = driver_of(successor, loaded)
-            adopted, (lost,) = driver.claim(successor.adopt_requests())
-            assert (lost.req_id, lost.finish_reason) == ("replays", "error")
-            assert "send the request again" in lost.error
-            num_known = sum(each.num_computed_tokens for each in adopted)
-            assert num_known > 0
-            ended += scheduler.adopt_requests(adopted)
-            known = {each.req_id for each in adopted} | {output.req_id for output in ended}
-            for request in requests:
-                if request.id not in known:
-                    driver.add_request(request)
-            outputs = {output.req_id: output for output in [*ended, *driver.run()]}
+        ended = steps_of(driver_of(group, loaded)[1], requests, 8)
+        with adopting(endpoints, config, loaded) as (driver, adopted, done):
+            assert sum(each.num_computed_tokens for each in adopted) > 0
+            outputs = finish(driver, requests, adopted, [*ended, *done])
     assert_all(model, requests, outputs)
+
+
+def test_next_driver_replays_what_it_never_had(serve, daemons, model, rng):
+    """In the middle of its prompts, with and without their KV, and after a rank has died that had
+    kept the experts. Tokens are those of transformers, forced to the experts."""
+    with_numbers = replaying(rng, requests_of(rng, 3))
+    plain = SamplingParams(ignore_eos=True)
+    requests = [
+        *with_numbers[:2],
+        *(replace(each, id=f"{each.id} goes on", sampling=plain) for each in with_numbers[2:]),
+    ]
+    config = worker_config(model.path, 2, **SIZES)
+
+    def recover(group, died):
+        daemons.restart_dead()
+        group.replace(died.rank)
+
+    with serve(model.path, 2, **SIZES) as (group, loaded):
+        endpoints = [status.endpoint for status in group.get_status()]
+        ended = steps_of(driver_of(group, loaded)[1], requests, int(rng.integers(3, 9)))
+        with adopting(endpoints, config, loaded, recover=recover) as (driver, adopted, done):
+            replay = [extension_of(each.extensions, ReplayExperts) for each in adopted]
+            assert all(replay)
+            ended += [*done, *driver.step()]
+            daemons.kill(int(rng.integers(2)))
+            outputs = finish(driver, requests, adopted, ended)
+            assert driver.group.get_status()[0].upload_bytes == 0
+    assert_all(model, requests, outputs)
+    for request in requests:
+        tokens = [*request.prompt, *outputs[request.id].token_ids]
+        logprobs = chosen_experts(model.model, tokens, request.replay_experts)[2]
+        first = len(request.prompt) + len(request.output_token_ids)
+        for place in range(first, len(tokens)):
+            best = logprobs[place - 1]
+            assert best.max() - best[tokens[place]] < SAME, (request.id, place)
 
 
 def assert_all_despite_a_death(serve, daemons, model, requests, num_steps, rng):
@@ -324,7 +375,7 @@ def test_what_cannot_be_reported_is_refused(serve, model, checkpoint):
 
 
 def test_updates_in_between_cost_no_position(serve, model, checkpoint, rng):
-    """Requests that replay begin again, with their experts; the others go on in place."""
+    """Those that replay too: all go on in place."""
     other = checkpoint("Qwen2MoeForCausalLM", seed=213, **FIELDS["Qwen2MoeForCausalLM"])
     asks = [
         replace(request, id=f"{request.id} asks", routed_experts=True)
@@ -338,8 +389,7 @@ def test_updates_in_between_cost_no_position(serve, model, checkpoint, rng):
         ended = [output for _ in range(8) for output in driver.step()]
         assert not ended
         group.weights.reload(str(other.path), running="recompute")
-        lost = group.weights.recomputed.lost_req_ids
-        assert lost and lost.isdisjoint(request.id for request in asks)
+        assert not group.weights.recomputed.lost_req_ids
         outputs = {output.req_id: output for output in driver.run()}
     for request in (*asks, *bring):
         output = outputs[request.id]

@@ -38,18 +38,23 @@ def refusal(code: ErrorCode) -> WorkerError:
 class UploadingRanks:
     """Uploads of the first stage."""
 
-    first_stage_ranks = range(2)
+    first_stage_ranks = ranks = range(2)
 
     def __init__(self, room: int = 1 << 40) -> None:
         """room: bytes that fit."""
         self.uploads = self
         self.there: dict[bytes, int] = {}
         """Size of each complete upload, by its hash."""
+        self.elsewhere: dict[bytes, HostTensor] = {}
+        """What one rank has, and the driver may read."""
         self.room = room
         self.num_chunks: Counter[bytes] = Counter()
         self.refuses = False
         self.errors: deque[Exception | None] = deque()
         """Raised in place of the next chunks; None: the chunk is taken."""
+
+    def read(self, content_hashes: Sequence[bytes], ranks: Sequence[int]) -> list[HostTensor]:
+        return [self.elsewhere[name] for name in content_hashes if name in self.elsewhere]
 
     def begin(self, tensors: Sequence[HostTensor], ranks: Sequence[int] | None = None) -> "Chunks":
         assert ranks == self.first_stage_ranks
@@ -74,6 +79,10 @@ class Chunks:
         self._left = [
             t.content_hash for t in tensors for _ in range(0, len(t.data), CHUNK_ROWS * HIDDEN * 4)
         ]
+
+    def finish(self) -> None:
+        while self.proceed():
+            pass
 
     def proceed(self) -> bool:
         if not self._left:

@@ -121,6 +121,20 @@ class Uploads:
             entry = self._entries.get(content_hash)
             return None if entry is None else entry.whole
 
+    def read(self, content_hash: bytes, offset: int) -> tuple[Upload, bytes]:
+        """Return a complete upload, and its chunk at an offset.
+
+        Raises:
+            ConfigError: no complete upload has that hash, or it has no chunk there.
+        """
+        upload, name = self.get(content_hash), content_hash.hex()
+        if upload is None:
+            fix = "read one that requests name"
+            raise config_error("content_hash", name, "no complete upload has this hash", fix)
+        _check_offset(offset, upload.array.nbytes)
+        raw = upload.array.reshape(-1).view(np.uint8)
+        return upload, raw[offset : offset + CHUNK_BYTES].tobytes()
+
     def put(self, chunk: UploadChunk) -> bool:
         """Write a chunk, and begin its upload if needed; return True if the upload is complete.
 
@@ -215,10 +229,7 @@ def _check_place(chunk: UploadChunk) -> int:
     if num_bytes > MAX_UPLOAD_BYTES:
         fix = f"upload parts of at most {MAX_UPLOAD_BYTES} bytes"
         raise config_error("shape", chunk.shape, f"the tensor has {num_bytes} bytes", fix)
-    if chunk.offset % CHUNK_BYTES or chunk.offset >= num_bytes:
-        problem = f"a tensor of {num_bytes} bytes has no chunk at this offset"
-        fix = f"use multiples of {CHUNK_BYTES} below {num_bytes}"
-        raise config_error("offset", chunk.offset, problem, fix)
+    _check_offset(chunk.offset, num_bytes)
     expected = min(CHUNK_BYTES, num_bytes - chunk.offset)
     if len(chunk.data) != expected:
         raise config_error(
@@ -228,6 +239,13 @@ def _check_place(chunk: UploadChunk) -> int:
             f"send {expected} bytes",
         )
     return num_bytes
+
+
+def _check_offset(offset: int, num_bytes: int) -> None:
+    if offset % CHUNK_BYTES or offset >= num_bytes:
+        problem = f"a tensor of {num_bytes} bytes has no chunk at this offset"
+        fix = f"use multiples of {CHUNK_BYTES} below {num_bytes}"
+        raise config_error("offset", offset, problem, fix)
 
 
 def _check_same_tensor(entry: _Entry, chunk: UploadChunk) -> None:

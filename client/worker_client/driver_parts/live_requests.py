@@ -128,6 +128,7 @@ class LiveRequests:
             and request.sampling.n == 1
             and request.sampling.structured_outputs is None
             and request.prompt_embeds is None
+            and request.replay_experts is None
             and request.features is _NO_FEATURES
         )
 

@@ -8,7 +8,6 @@ from worker_client.driver_parts.context import DriverContext
 from worker_client.driver_parts.driver_parts import DriverParts
 from worker_client.driver_parts.interface import DriverPart
 from worker_client.driver_parts.kept_prefixes import KeptPrefixesPart
-from worker_client.driver_parts.replayed_experts import ReplayingRequests
 from worker_client.driver_parts.request_uploads import UploadsPart
 from worker_client.driver_parts.weights import WeightsPart
 from worker_client.structured.driver_parts import structured_parts
@@ -33,7 +32,6 @@ MakeParts: TypeAlias = Callable[[DriverContext, DriverOptions], Iterable[DriverP
 
 DRIVER_PARTS: Final[tuple[MakeParts, ...]] = (
     lambda context, options: (UploadsPart(context),),
-    lambda context, options: (ReplayingRequests(),),
     lambda context, options: structured_parts(context, options.grammars),
     lambda context, options: (WeightsPart(context),),
     lambda context, options: (KeptPrefixesPart(context),) if options.keeps_prefixes else (),

@@ -11,8 +11,9 @@ from rpc_schema.errors import (
     ConfigError,
     WorkerError,
 )
-from rpc_schema.extensions import extension_of
+from rpc_schema.extensions import RequestExtension, extension_of
 from rpc_schema.prompt_embeds import PromptEmbeds
+from rpc_schema.routed_experts import ReplayExperts
 from worker_client.driver_parts.context import DriverContext
 from worker_client.driver_parts.interface import DriverPart, StepInFlight
 from worker_client.errors import (
@@ -29,7 +30,25 @@ from worker_client.worker_group import WorkerGroup
 
 CHUNKS_AT_ONCE = 4
 """Chunks of half a MiB that are sent between two steps."""
-EMBEDS_LOST = "the daemons have lost the embeddings of its prompt; fix: send the request again"
+UPLOADS_LOST = "the daemons have lost its embeddings or experts; fix: send the request again"
+
+
+class Needed(NamedTuple):
+    """An upload that a request needs."""
+
+    content_hash: bytes
+    is_everywhere: bool = False
+    """Ranks of all stages need it, not those of the first one alone."""
+
+
+def needed_by(extensions: Sequence[RequestExtension]) -> tuple[Needed, ...]:
+    """Return the uploads that a driver's own features need for a request with these extensions."""
+    embeds = extension_of(extensions, PromptEmbeds)
+    replay = extension_of(extensions, ReplayExperts)
+    return (
+        *(() if embeds is None else (Needed(embeds.content_hash),)),
+        *(() if replay is None else (Needed(replay.content_hash, is_everywhere=True),)),
+    )
 
 
 class UploadProgress(NamedTuple):
@@ -45,12 +64,12 @@ class RequestUploads:
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
-        self._needs: dict[str, bytes] = {}
-        """Content hash that each request needs."""
+        self._needs: dict[str, tuple[Needed, ...]] = {}
+        """Needs of each request, one at least."""
         self._tensors: dict[bytes, HostTensor] = {}
-        """Tensors that can be sent again; those of adopted requests may be missing."""
-        self._present: set[bytes] = set()
-        """Hashes that all ranks of the first stage have."""
+        """All of these, to be sent again."""
+        self._present: set[Needed] = set()
+        """Those that their ranks have."""
         self._queue: deque[str] = deque()
         """Held requests, in the order in which their tensors are sent."""
         self._task: UploadTask | None = None
@@ -58,9 +77,9 @@ class RequestUploads:
         self._lacks_room = False
         self._untold = UploadProgress([], [])
         """Progress that proceed() has not returned yet, since an error came after it."""
-        self.to_drop: deque[tuple[int, bytes]] = deque()
-        """Hashes that no request needs, each with the number of steps sent by then: steps in flight
-        may still read the tensor."""
+        self.to_drop: deque[tuple[int, Needed]] = deque()
+        """Those that no request needs any more, each with the number of steps sent by then: steps
+        in flight may still read the tensor."""
 
     @property
     def can_proceed(self) -> bool:
@@ -71,24 +90,32 @@ class RequestUploads:
     def _can_send(self) -> bool:
         return bool(self._queue) and not self._lacks_room
 
-    def add(self, req_id: str, tensor: HostTensor) -> None:
-        """Queue a tensor for a held request."""
-        self._needs[req_id] = tensor.content_hash
-        self._tensors[tensor.content_hash] = tensor
+    def add(self, req_id: str, tensors: Mapping[Needed, HostTensor]) -> None:
+        """Queue the tensors that a held request needs, one at least."""
+        self._needs[req_id] = tuple(tensors)
+        self._tensors |= {needed.content_hash: tensor for needed, tensor in tensors.items()}
         self._queue.append(req_id)
 
-    def claim(self, needs: Mapping[str, bytes], tensors: Iterable[HostTensor]) -> set[str]:
-        """Take over the uploads that adopted requests need. Send missing ones again if they are
-        among `tensors`. Return the requests whose upload is still missing. Waits, so call it before
-        the first step."""
-        self._tensors |= {each.content_hash: each for each in tensors}
-        hashes = list(dict.fromkeys(needs.values()))
-        missing = self._send_missing(hashes)
-        lacking = {req_id for req_id, name in needs.items() if name in missing}
-        self._needs |= {r: name for r, name in needs.items() if r not in lacking}
-        self._present |= {*hashes} - missing
-        unused = self._tensors.keys() - self._needs.values()
-        self._tensors = {name: t for name, t in self._tensors.items() if name not in unused}
+    def claim(
+        self, needs: Mapping[str, Sequence[Needed]], tensors: Iterable[HostTensor]
+    ) -> set[str]:
+        """Take over the uploads that adopted requests need. Those that are not among `tensors` are
+        read from a rank that has them, and ranks that lack one get it. Return the requests of which
+        no rank has a tensor. Waits, so call it before the first step."""
+        given = {tensor.content_hash: tensor for tensor in tensors}
+        names = {each.content_hash for own in needs.values() for each in own}
+        self._tensors |= {name: given[name] for name in names & given.keys()}
+        unknown = sorted(names - self._tensors.keys())
+        read = self._group.uploads.read(unknown, self._group.ranks) if unknown else []
+        self._tensors |= {tensor.content_hash: tensor for tensor in read}
+        self._needs |= {
+            req_id: tuple(own)
+            for req_id, own in needs.items()
+            if all(each.content_hash in self._tensors for each in own)
+        }
+        lacking = needs.keys() - self._needs.keys()
+        self._keep_needed()
+        self._send_needed(needs.keys() - lacking)
         return lacking
 
     def proceed(self) -> UploadProgress:
@@ -100,7 +127,7 @@ class RequestUploads:
                 break
             req_id = self._queue[0]
             try:
-                is_complete = self._send_chunk(self._needs[req_id])
+                is_complete = self._send_chunk_for(req_id)
             except (CapacityError, ConfigError) as error:
                 self._task = None
                 self._lacks_room = isinstance(error, CapacityError) and self._others_end()
@@ -116,8 +143,8 @@ class RequestUploads:
 
     def end(self, req_id: str, num_sent: int) -> None:
         """Note that a request has ended. num_sent: the number of steps sent by then."""
-        name = self._needs.pop(req_id, None)
-        if name is None:
+        own = self._needs.pop(req_id, ())
+        if not own:
             return
         if req_id in self._queue:
             if self._queue[0] == req_id:
@@ -127,66 +154,80 @@ class RequestUploads:
             ready, refused = self._untold
             others = [entry for entry in refused if entry[0] != req_id]
             self._untold = UploadProgress([other for other in ready if other != req_id], others)
-        if name not in self._needs.values():
-            self._tensors.pop(name, None)
-            self.to_drop.append((num_sent, name))
+        in_use = self._in_use()
+        self.to_drop += [(num_sent, needed) for needed in own if needed not in in_use]
+        self._keep_needed()
 
     def drop_unused(self, num_done: int) -> None:
         """Drop the uploads of ended requests that no step can read any more. num_done: the number
         of steps that are done."""
-        unused = []
+        unused, in_use = set(), self._in_use()
         while self.to_drop and self.to_drop[0][0] <= num_done:
-            name = self.to_drop.popleft()[1]
-            if name not in self._needs.values():
-                unused.append(name)
-        if unused:
-            self._present.difference_update(unused)
-            self._lacks_room = False
-            # Those that are not dropped here end with the lease.
-            with suppress(WorkerError, DeadlineExceeded, WorkerDied):
-                self._group.uploads.drop(unused, self._group.first_stage_ranks)
+            needed = self.to_drop.popleft()[1]
+            if needed not in in_use:
+                unused.add(needed)
+        if not unused:
+            return
+        self._present -= unused
+        self._lacks_room = False
+        # Those that are not dropped here end with the lease.
+        with suppress(WorkerError, DeadlineExceeded, WorkerDied):
+            for is_everywhere in {needed.is_everywhere for needed in unused}:
+                names = [
+                    each.content_hash for each in unused if each.is_everywhere == is_everywhere
+                ]
+                self._group.uploads.drop(names, self._ranks(is_everywhere))
 
-    def restart(self) -> set[str]:
+    def restart(self) -> None:
         """Send everything again that running requests need, after the ranks have lost all uploads.
-        Return the requests whose tensors the driver does not have. Waits."""
+        Waits."""
         self._present.clear()
         self.to_drop.clear()
         self._task = None
         self._lacks_room = False
-        if not self._needs:
-            return set()
-        running = {r: name for r, name in self._needs.items() if r not in self._queue}
-        missing = self._send_missing(list(dict.fromkeys(running.values())))
-        self._present |= {*running.values()} - missing
-        return {req_id for req_id, name in running.items() if name in missing}
+        self._send_needed(self._needs.keys() - set(self._queue))
 
-    def _send_missing(self, hashes: Sequence[bytes]) -> set[bytes]:
-        """Send the tensors that the driver has; return the hashes that ranks then still lack."""
-        ranks = self._group.first_stage_ranks
-        here = [self._tensors[name] for name in hashes if name in self._tensors]
-        if here:
-            task = self._group.uploads.begin(here, ranks)
-            while task.proceed():
-                pass
-        found = self._group.uploads.find(hashes, ranks) if hashes else []
-        return {name for name, is_there in zip(hashes, found, strict=True) if not is_there}
+    def _ranks(self, is_everywhere: bool) -> Sequence[int]:
+        return self._group.ranks if is_everywhere else self._group.first_stage_ranks
 
-    def _send_chunk(self, name: bytes) -> bool:
-        """Send a chunk of a tensor; return True if it is complete."""
-        if name in self._present:
+    def _in_use(self) -> set[Needed]:
+        return {needed for own in self._needs.values() for needed in own}
+
+    def _keep_needed(self) -> None:
+        """Forget the tensors that no request needs."""
+        names = {needed.content_hash for needed in self._in_use()}
+        self._tensors = {name: tensor for name, tensor in self._tensors.items() if name in names}
+
+    def _send_needed(self, req_ids: Iterable[str]) -> None:
+        """Send what requests need to all ranks that lack it."""
+        needed = {each for req_id in req_ids for each in self._needs[req_id]}
+        for is_everywhere in {each.is_everywhere for each in needed}:
+            names = [each.content_hash for each in needed if each.is_everywhere == is_everywhere]
+            self._begin(names, is_everywhere).finish()
+        self._present |= needed
+
+    def _begin(self, names: Sequence[bytes], is_everywhere: bool) -> UploadTask:
+        tensors = [self._tensors[name] for name in names]
+        return self._group.uploads.begin(tensors, self._ranks(is_everywhere))
+
+    def _send_chunk_for(self, req_id: str) -> bool:
+        """Send a chunk of a tensor that a request needs; return True if its ranks have all."""
+        missing = [each for each in self._needs[req_id] if each not in self._present]
+        if not missing:
             return True
         if self._task is None:
-            ranks = self._group.first_stage_ranks
-            self._task = self._group.uploads.begin([self._tensors[name]], ranks)
+            self._task = self._begin([missing[0].content_hash], missing[0].is_everywhere)
         if self._task.proceed():
             return False
         self._task = None
-        self._present.add(name)
-        return True
+        self._present.add(missing[0])
+        return len(missing) == 1
 
     def _others_end(self) -> bool:
-        """Return True if room will become free, because other uploads are there that will end."""
-        return bool(self._present or self.to_drop)
+        """Return True if room will become free for the first request in the queue, because uploads
+        of others are there that will end."""
+        others = self._present.difference(self._needs[self._queue[0]])
+        return bool(others or self.to_drop)
 
 
 class UploadsPart(DriverPart):
@@ -199,15 +240,16 @@ class UploadsPart(DriverPart):
         """The ranks have lost all uploads."""
 
     def check(self, request: GenerationRequest) -> None:
-        tensor = request.prompt_embeds
-        if tensor is not None and not isinstance(self._context.scheduler, HoldingScheduler):
-            raise RequestError(
-                "the scheduler cannot hold a request until its embeddings are uploaded",
-                field="prompt_embeds",
-                value=list(tensor.shape),
-                fix="add hold_request and release_request (HoldingScheduler), or upload them and "
-                "give PromptEmbeds in features",
-            )
+        if not isinstance(self._context.scheduler, HoldingScheduler):
+            for field in ("prompt_embeds", "replay_experts"):
+                tensor = getattr(request, field)
+                if tensor is not None:
+                    raise RequestError(
+                        "the scheduler cannot hold a request until its tensor is uploaded",
+                        field=field,
+                        value=list(tensor.shape),
+                        fix="add hold_request and release_request (HoldingScheduler)",
+                    )
         named = [name for each in request.features for name in each.uploads]
         if named:
             self._check_present(named)
@@ -226,11 +268,17 @@ class UploadsPart(DriverPart):
                 )
 
     def queued(self, request: GenerationRequest) -> None:
-        """Hold a request until its tensor is uploaded."""
-        tensor, scheduler = request.prompt_embeds, self._context.scheduler
-        if isinstance(tensor, HostTensor) and isinstance(scheduler, HoldingScheduler):
+        """Hold a request until its tensors are uploaded."""
+        embeds, experts = request.prompt_embeds, request.replay_experts
+        tensors: dict[Needed, HostTensor] = {}
+        if isinstance(embeds, HostTensor):
+            tensors[Needed(embeds.content_hash)] = embeds
+        if isinstance(experts, HostTensor):
+            tensors[Needed(experts.content_hash, is_everywhere=True)] = experts
+        scheduler = self._context.scheduler
+        if tensors and isinstance(scheduler, HoldingScheduler):
             scheduler.hold_request(request.id)
-            self._uploads.add(request.id, tensor)
+            self._uploads.add(request.id, tensors)
 
     def ended(self, req_id: str) -> None:
         self._uploads.end(req_id, self._context.steps.num_sent)
@@ -239,12 +287,10 @@ class UploadsPart(DriverPart):
         self, requests: Sequence[AdoptedRequest], tensors: Iterable[HostTensor]
     ) -> Mapping[str, str]:
         needs = {
-            request.req_id: embeds.content_hash
-            for request in requests
-            if (embeds := extension_of(request.extensions, PromptEmbeds)) is not None
+            request.req_id: own for request in requests if (own := needed_by(request.extensions))
         }
         lost = self._uploads.claim(needs, tensors) if needs else set()
-        return dict.fromkeys(sorted(lost), EMBEDS_LOST)
+        return dict.fromkeys(sorted(lost), UPLOADS_LOST)
 
     def attend(self) -> None:
         if self._uploads.to_drop:
@@ -258,13 +304,11 @@ class UploadsPart(DriverPart):
         """Send again what requests need. They have lost their rows too."""
         while self._must_restart:
             try:
-                lost = self._uploads.restart()
+                self._uploads.restart()
             except WorkerDied as died:
                 self._context.replace(died)
                 continue
             self._must_restart = False
-            for req_id in lost:
-                self._context.requests.stop(failed_request(req_id, EMBEDS_LOST))
 
     def group_replaced(self) -> None:
         self._must_restart = True

@@ -10,9 +10,7 @@ import numpy as np
 from rpc_schema import lifecycle as lc
 from rpc_schema.adoption import MAX_ROW_TOKENS, AdoptRequests, AdoptRequestsReply
 from rpc_schema.errors import WorkerError
-from rpc_schema.extensions import extension_of
 from rpc_schema.kv_cache import NULL_BLOCK, BlockGroup, blocks_for, groups_of
-from rpc_schema.routed_experts import ReplayExperts
 from rpc_schema.weight_transfer import (
     MAX_RECOMPUTED_BYTES,
     RecomputeRequests,
@@ -163,8 +161,7 @@ def is_in_place(row: RankRow, groups: Sequence[BlockGroup], *, awaits_sampling: 
     Windows may have passed some. A pooled output is made of all hidden states. Of a row that waits
     for its sampling, drafts may be computed that nobody here knows."""
     is_known = not awaits_sampling or row.row.num_computed_tokens <= row.token_ids.size
-    replays = extension_of(row.row.extensions, ReplayExperts) is not None
-    if replays or pools(row.row.extensions) or not is_known or row.token_ids.size >= MAX_ROW_TOKENS:
+    if pools(row.row.extensions) or not is_known or row.token_ids.size >= MAX_ROW_TOKENS:
         return False
     end = _end(row)
     return end > 0 and all(

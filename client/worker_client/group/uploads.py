@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from rpc_schema import uploads as up
 from rpc_schema.base import HASH_BYTES
+from rpc_schema.errors import BadFrameError
 from worker_client.errors import (
     ClientError,
     config_error,
@@ -117,6 +118,22 @@ class GroupUploads:
         returns False."""
         return UploadTask(self._channel, tensors, ranks)
 
+    def read(
+        self, content_hashes: Sequence[bytes], ranks: Sequence[int] | None = None
+    ) -> list[HostTensor]:
+        """Return those of these tensors that one of these ranks has completely. Waits.
+
+        Raises:
+            BadFrameError: what a rank has is not the tensor of its hash.
+        """
+        epoch = _attached_epoch(self._channel)
+        read: dict[bytes, HostTensor] = {}
+        for client in _chosen(self._channel, ranks):
+            wanted = [name for name in dict.fromkeys(content_hashes) if name not in read]
+            found = _find(client, epoch, wanted)
+            read |= {name: _read(client, epoch, name) for name in wanted if found[name]}
+        return list(read.values())
+
     def find(
         self, content_hashes: Sequence[bytes], ranks: Sequence[int] | None = None
     ) -> list[bool]:
@@ -149,6 +166,25 @@ def _chosen(channel: GroupChannel, ranks: Sequence[int] | None) -> list[WorkerCl
         fix = f"use some of {list(clients)}"
         raise config_error("ranks", list(ranks), "the group has no such ranks", fix)
     return [clients[rank] for rank in sorted(set(ranks))]
+
+
+def _read(client: WorkerClient, epoch: int, name: bytes) -> HostTensor:
+    """Read a tensor that a rank has, chunk by chunk. Raises as GroupUploads.read does."""
+
+    def chunk_at(offset: int) -> up.ReadUploadReply:
+        ask = partial(up.ReadUpload, epoch=epoch, content_hash=name, offset=offset)
+        return client.ask(ask)
+
+    first = chunk_at(0)
+    num_bytes = up.tensor_bytes(first.dtype, first.shape)
+    data = bytearray(first.data)
+    while first.data and len(data) < num_bytes:
+        data += chunk_at(len(data)).data
+    if len(data) == num_bytes:
+        tensor = HostTensor.from_bytes(first.dtype, first.shape, data)
+        if tensor.content_hash == name:
+            return tensor
+    raise BadFrameError(f"the upload {name.hex()} of rank {client.rank} is not what its name says")
 
 
 def _find(client: WorkerClient, epoch: int, content_hashes: Sequence[bytes]) -> dict[bytes, bool]:

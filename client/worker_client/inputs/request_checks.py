@@ -18,7 +18,7 @@ from rpc_schema.sampling import MIN_TEMPERATURE, SamplingExtension
 from rpc_schema.structured import StructuredOutput
 from worker_client.errors import RequestError
 from worker_client.inputs.prompt_embeds import check_embeds
-from worker_client.inputs.replayed_experts import replay_extension
+from worker_client.inputs.replayed_experts import check_replayed
 from worker_client.inputs.request_fields import SAMPLING, plain
 from worker_client.inputs.sampling_params import (
     DEFAULT_SAMPLING,
@@ -331,9 +331,8 @@ def _check_objects(request: GenerationRequest) -> None:
         _check_struct("pooling", request.pooling, PoolingParams, len(request.prompt))
         _check_pooling(request.sampling)
     if request.replay_experts is not None:
-        replay_extension(
-            request.replay_experts, len(request.prompt) + len(request.output_token_ids)
-        )
+        num_tokens = len(request.prompt) + len(request.output_token_ids)
+        check_replayed(request.replay_experts, num_tokens)
     if request.prompt_embeds is not None or request.prompt_embeds_at:
         check_embeds(request.prompt_embeds, request.prompt_embeds_at)
 

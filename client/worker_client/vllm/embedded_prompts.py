@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rpc_schema.prompt_embeds import MAX_EMBEDDED_RANGES, PromptEmbeds
-from worker_client.driver_parts.request_uploads import RequestUploads
+from worker_client.driver_parts.request_uploads import Needed, RequestUploads
 from worker_client.errors import (
     ClientConfigError,
     request_error,
@@ -201,7 +201,10 @@ class EmbeddedPrompts:
         except ClientConfigError as error:
             held.refusal = f"prompt_embeds: {error}"
         else:
-            self._uploads.add(req_id, held.tensor)
+            self._upload(req_id, held.tensor)
+
+    def _upload(self, req_id: str, tensor: HostTensor) -> None:
+        self._uploads.add(req_id, {Needed(tensor.content_hash): tensor})
 
     def _send(self) -> None:
         if self._generation != self._workers.generation:
@@ -219,7 +222,7 @@ class EmbeddedPrompts:
         for req_id, held in self._held.items():
             held.is_there = False
             if held.tensor is not None and not held.refusal:
-                self._uploads.add(req_id, held.tensor)
+                self._upload(req_id, held.tensor)
 
     def end(self, req_id: str) -> None:
         """Forget a request that has ended. Steps in flight may still read its rows."""

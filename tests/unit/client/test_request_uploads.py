@@ -7,18 +7,24 @@ import numpy as np
 import pytest
 
 from rpc_schema.errors import DrainingError, ErrorCode
+from rpc_schema.frames import MAX_STEP_BYTES
+from rpc_schema.routed_experts import RoutedExpertsShape
+from rpc_schema.uploads import MAX_UPLOAD_BYTES
 from tests.support.flat_requests import flat_request
 from tests.support.uploading_ranks import CHUNK_ROWS, HIDDEN, UploadingRanks, refusal, tensor
 from worker_client.driver import Driver
 from worker_client.driver_parts.request_uploads import (
     CHUNKS_AT_ONCE,
-    EMBEDS_LOST,
+    Needed,
     RequestUploads,
     UploadsPart,
 )
 from worker_client.errors import RequestError, WorkerDied
+from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits
 from worker_client.scheduler_output import StepResult
+from worker_client.steps.slots import SlotTable
+from worker_client.steps.step_checks import MAX_ADMITTED_TOKENS, GroupLimits
 
 LIMITS = SchedulerLimits(8, 64, 128, 100, 4, hidden_size=HIDDEN)
 
@@ -73,12 +79,16 @@ def uploads_of(driver):
     return uploads_part(driver)._uploads
 
 
+def add(uploads, req_id, *tensors):
+    uploads.add(req_id, {Needed(each.content_hash): each for each in tensors})
+
+
 def test_held_requests_wait_for_their_chunks_and_others_do_not():
     ranks = Ranks()
     uploads = RequestUploads(ranks)
     long, short = tensor(10 * CHUNK_ROWS), tensor(3, 1)
     for name, each in (("a", long), ("b", short), ("c", long)):
-        uploads.add(name, each)
+        add(uploads, name, each)
     ready = []
     while uploads.can_proceed:
         before = ranks.num_chunks.total()
@@ -99,8 +109,8 @@ def test_request_that_was_ready_before_an_error_is_still_told():
     """The error is one after which the same uploads go on."""
     ranks = Ranks()
     uploads = RequestUploads(ranks)
-    uploads.add("a", tensor(3))
-    uploads.add("b", tensor(3, 1))
+    add(uploads, "a", tensor(3))
+    add(uploads, "b", tensor(3, 1))
     ranks.errors = deque([None, refusal(ErrorCode.DRAINING)])
     with pytest.raises(DrainingError):
         uploads.proceed()
@@ -113,7 +123,7 @@ def test_request_that_ended_after_an_error_is_not_told():
     ranks = Ranks()
     uploads = RequestUploads(ranks)
     for index, name in enumerate("abc"):
-        uploads.add(name, tensor(3, index))
+        add(uploads, name, tensor(3, index))
     ranks.errors = deque([None, refusal(ErrorCode.CONFIG), refusal(ErrorCode.DRAINING)])
     with pytest.raises(DrainingError):
         uploads.proceed()
@@ -136,7 +146,7 @@ def test_driver_admits_others_while_it_uploads():
     ranks = Ranks()
     driver = Driver(ranks, Scheduler(LIMITS))
     embeds = tensor(40)
-    uploads_of(driver).add("elsewhere", tensor(50 * CHUNK_ROWS, 1))  # goes first
+    add(uploads_of(driver), "elsewhere", tensor(50 * CHUNK_ROWS, 1))  # goes first
     driver.add_request(request("embedded", embeds))
     driver.add_request(request("plain"))
     outputs = [output.req_id for output in driver.run()]
@@ -183,7 +193,21 @@ def test_refused_upload_ends_its_request_alone(why):
     assert admitted(ranks) == ["plain"]
 
 
-def test_replaced_ranks_get_again_what_is_here_and_the_rest_ends():
+def test_request_with_two_tensors_waits_for_both():
+    """The second one finds no room, which its own first one does not free."""
+    ranks, both = Ranks(), (tensor(8), tensor(9 * CHUNK_ROWS, 1))
+    uploads = RequestUploads(ranks)
+    add(uploads, "a", *both)
+    assert uploads.proceed().ready == []
+    ranks.room = len(both[1].data)
+    ((req_id, _),) = uploads.proceed().refused
+    assert req_id == "a"
+    uploads.end("a", 0)
+    uploads.drop_unused(0)
+    assert not ranks.there
+
+
+def test_replaced_ranks_get_again_what_requests_need_adopted_ones_too():
     ranks = Ranks()
 
     def recover(died):
@@ -194,16 +218,60 @@ def test_replaced_ranks_get_again_what_is_here_and_the_rest_ends():
     driver.add_request(request("mine", tensors["mine"], max_tokens=30))
     driver.step()
     driver.step()
-    ranks.there[tensors["adopted"].content_hash] = 1
-    claims = {"adopted": tensors["adopted"].content_hash, "gone": bytes(32)}
+    name = tensors["adopted"].content_hash
+    ranks.elsewhere[name] = tensors["adopted"]
+    claims = {"adopted": [Needed(name)], "gone": [Needed(bytes(32))]}
     assert uploads_of(driver).claim(claims, []) == {"gone"}
-    assert tensors["mine"].content_hash in ranks.there
+    assert ranks.there.keys() == {each.content_hash for each in tensors.values()}
     ranks.there.clear()
-    assert uploads_of(driver).restart() == {"adopted"}
-    assert ranks.there.keys() == {tensors["mine"].content_hash}
+    ranks.elsewhere.clear()
     uploads_part(driver).group_replaced()
-    ended = driver.step()
-    assert [(output.req_id, output.error) for output in ended] == [("adopted", EMBEDS_LOST)]
+    assert not driver.step()
+    assert ranks.there.keys() == {each.content_hash for each in tensors.values()}
+
+
+def test_steps_of_replayed_experts_fit_into_messages_whatever_they_admit():
+    """Experts of as many tokens as a reply reports at most (Qwen3-30B-A3B's 48 layers, 8 of 128
+    experts), in a step with as many admissions as one takes."""
+    shape, rng = (
+        RoutedExpertsShape(num_layers=48, top_k=8, num_experts=128),
+        np.random.default_rng(),
+    )
+    most, sizes = shape.max_positions, []
+    table = SlotTable(8, GroupLimits(1 << 22, 1 << 20, routed_experts=shape))
+
+    class Encoding(Ranks):
+        def execute_model(self, output):
+            step = table.encode(output, epoch=1, link=1, seq=len(sizes) + 1)
+            sizes.append((sum(map(len, step.frames)), len(output.scheduled_new_reqs)))
+            return super().execute_model(output)
+
+    size = SchedulerLimits(
+        8, 1 << 22, 1 << 20, 1 << 18, 16, routed_experts=shape, enable_prefix_caching=False
+    )
+    driver = Driver(Encoding(), Scheduler(size))
+    experts = rng.integers(0, 128, (most, 48, 8), np.uint8)
+    driver.add_request(
+        GenerationRequest("r", np.zeros(most, np.int32), 2, replay_experts=experts, priority=-1)
+    )
+    while not driver._requests.has_ended and uploads_of(driver).can_proceed:
+        uploads_part(driver).work_in_flight()
+    for index in range(5):
+        driver.add_request(GenerationRequest(f"{index}", rng.integers(0, 1000, 740_000), 1))
+    outputs = [output.req_id for output in driver.run()]
+    assert sorted(outputs) == ["0", "1", "2", "3", "4", "r"]
+    assert sizes[0][1] == 4 + 1 and sizes[0][0] > MAX_ADMITTED_TOKENS * 4 * 0.9
+    assert max(size for size, _ in sizes) <= MAX_STEP_BYTES
+
+
+def test_experts_that_no_daemon_can_take_are_refused_at_once():
+    most = MAX_UPLOAD_BYTES // (48 * 8)
+    experts = np.broadcast_to(np.uint8(0), (most + 1, 48, 8))
+    request = GenerationRequest("r", np.zeros(most + 1, np.int32), replay_experts=experts)
+    with pytest.raises(RequestError) as caught:
+        Driver(Ranks(), Scheduler(LIMITS)).add_request(request)
+    assert (caught.value.field, caught.value.value) == ("replay_experts", [most + 1, 48, 8])
+    assert f"at most {most} tokens" in caught.value.fix
 
 
 def test_scheduler_that_cannot_hold_a_request_is_told():

@@ -10,7 +10,6 @@ from rpc_schema.config import SchedulerConfig
 from rpc_schema.errors import ConfigError, InvalidStepError, StateError
 from rpc_schema.routed_experts import (
     MAX_REPORTED_BYTES,
-    ReplayedExperts,
     ReplayExperts,
     RoutedExpertsShape,
     RoutedExpertsWanted,
@@ -73,32 +72,6 @@ def test_replay_that_does_not_fit_is_refused(extension, value):
 def test_model_without_the_option_refuses_both(extension):
     with pytest.raises(InvalidStepError, match="load the model with that feature"):
         parts_with(PLAIN).check(admission(extension), PLAIN)
-    brought = ReplayedExperts(req_ids=("r0",), counts=bytes(4))
-    with pytest.raises(InvalidStepError, match="load the model with that feature"):
-        parts_with(PLAIN).check_step((brought,), (b"",), PLAIN)
-
-
-def counted(*counts):
-    return np.array(counts, "<i4").tobytes()
-
-
-@pytest.mark.parametrize(
-    ("names", "counts", "frame"),
-    [
-        (("r0",), counted(1, 1), bytes(6)),
-        (("r0", "r0"), counted(1, 1), bytes(12)),
-        (("r0",), counted(0), b""),
-        (("r0",), counted(-1), b""),
-        (("r0", "r1"), counted(2**31 - 1, 2**31 - 1), bytes(6)),
-        (("r0",), counted(2), bytes(11)),
-        (("r0",), counted(1), np.full(6, 300, "<u2").tobytes()),
-    ],
-)
-def test_malformed_values_of_a_step_are_refused(names, counts, frame):
-    brought = ReplayedExperts(req_ids=names, counts=counts)
-    with pytest.raises(InvalidStepError) as caught:
-        parts_with().check_step((brought,), (frame,), LIMITS)
-    assert caught.value.field.startswith("replayed_experts")
 
 
 def step_of(start, count, values):
@@ -119,25 +92,38 @@ def step_of(start, count, values):
     )
 
 
-@pytest.mark.parametrize(
-    ("start", "brought"), [(0, None), (0, ("r0", 2)), (0, ("r1", 3)), (3, ("r0", 3))]
-)
-def test_step_that_lacks_its_experts_fails(start, brought):
-    """The row replays five tokens, and the step computes three."""
-    parts = parts_with()
+def filled(found, start=0):
+    """Fill a step of three tokens of a row that replays five, with the upload that is found."""
+    parts = make_parts(
+        LIMITS, torch.device("cpu"), TorchSampling(), find_upload={bytes(32): found}.get
+    )
     parts.admit([admission(replay())])
-    extensions, frames = (), ()
-    if brought is not None:
-        name, count = brought
-        extensions = (ReplayedExperts(req_ids=(name,), counts=counted(count)),)
-        frames = (bytes(6 * count),)
-    step = step_of(start, 3, parts.check_step(extensions, frames, LIMITS))
+    step = step_of(start, 3, parts.check_step((), (), LIMITS))
     used = parts.used_in(step)
     assert used
-    with pytest.raises(StateError) as caught:
-        parts.fill(used, NO_COLUMNS, step)
-    assert caught.value.field == "replayed_experts"
-    assert f"{{'r0': {3 if start == 0 else 2}}}" in caught.value.fix
+    parts.fill(used, NO_COLUMNS, step)
+
+
+def tensor_of(dtype, *shape, expert=299):
+    return SimpleNamespace(dtype=dtype, array=np.full(shape, expert, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        (None, "there is none"),
+        (tensor_of("uint8", 5, 3, 2), "it is uint8"),
+        (tensor_of("uint16", 6, 3, 2), "[6, 3, 2]"),
+        (tensor_of("uint16", 5, 3, 2, expert=300), "it names expert 300"),
+    ],
+)
+def test_step_that_lacks_its_experts_fails(found, why):
+    for start in (0, 3):
+        with pytest.raises(StateError, match="replays an upload of uint16") as caught:
+            filled(found, start)
+        assert why in str(caught.value)
+        assert caught.value.field == "replay_experts.content_hash"
+    filled(tensor_of("uint16", 5, 3, 2))
 
 
 def test_steps_behind_the_replayed_tokens_skip_the_part():

@@ -113,6 +113,25 @@ def test_upload_is_found_and_dropped(driver: Driver) -> None:
     assert driver.status().upload_bytes == 0
 
 
+def test_complete_uploads_are_read_back(driver: Driver) -> None:
+    chunks = tensor_chunks()
+    name = chunks[0].content_hash
+
+    def read(offset: int, name: bytes = name) -> ControlReplyMessage:
+        return driver.call(up.ReadUpload, epoch=driver.epoch, content_hash=name, offset=offset)
+
+    for chunk in chunks:
+        refused(read(0), ErrorCode.CONFIG, "no complete upload")
+        put(driver, chunk)
+    for chunk in chunks:
+        reply = read(chunk.offset)
+        assert isinstance(reply, up.ReadUploadReply), reply
+        assert (reply.dtype, reply.shape, reply.data) == ("uint8", (SIZE,), chunk.data)
+    refused(read(1), ErrorCode.CONFIG, "has no chunk at this offset")
+    refused(read(len(chunks) * up.CHUNK_BYTES), ErrorCode.CONFIG, "no chunk at this offset")
+    refused(read(0, bytes(32)), ErrorCode.CONFIG, "no complete upload")
+
+
 def test_chunks_are_taken_while_a_step_runs(driver: Driver, tmp_path: Path) -> None:
     driver.send_step_until(tmp_path / "over")
     chunks = tensor_chunks()
@@ -130,6 +149,9 @@ def test_only_the_holder_of_the_lease_uploads(daemons: list[DaemonProcess], driv
         up.UploadChunk: lambda epoch: put(stranger, chunk, epoch=epoch),
         up.FindUploads: lambda epoch: stranger.call(
             up.FindUploads, epoch=epoch, content_hashes=(chunk.content_hash,)
+        ),
+        up.ReadUpload: lambda epoch: stranger.call(
+            up.ReadUpload, epoch=epoch, content_hash=chunk.content_hash, offset=0
         ),
         up.DropUploads: lambda epoch: stranger.call(
             up.DropUploads, epoch=epoch, content_hashes=(chunk.content_hash,)

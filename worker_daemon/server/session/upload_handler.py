@@ -32,6 +32,7 @@ class UploadHandler:
         return {
             up.UploadChunk: self._upload_chunk,
             up.FindUploads: self._find_uploads,
+            up.ReadUpload: self._read_upload,
             up.DropUploads: self._drop_uploads,
         }
 
@@ -50,6 +51,13 @@ class UploadHandler:
         self._need_attached(message.epoch)
         found = [self._uploads.get(name) is not None for name in message.content_hashes]
         return up.FindUploadsReply(call=message.call, are_complete=tuple(found))
+
+    def _read_upload(self, message: up.ReadUpload) -> ControlReplyMessage:
+        """Raises as need_attached and Uploads.read do."""
+        self._need_attached(message.epoch)
+        upload, data = self._uploads.read(message.content_hash, message.offset)
+        shape = upload.array.shape
+        return up.ReadUploadReply(call=message.call, dtype=upload.dtype, shape=shape, data=data)
 
     def _drop_uploads(self, message: up.DropUploads) -> ControlReplyMessage:
         self._need_attached(message.epoch)
