@@ -23,7 +23,7 @@ MAX_ROW_TOKENS = 3 << 20
 MAX_ROW_BLOCKS = 1 << 18
 """A request with more is reported without blocks: its KV must be computed again."""
 
-MAX_EARLIER_VERSIONS = 64
+MAX_EARLIER_VERSIONS = 2048
 """Versions of the weights that a row tells apart, besides the present one."""
 
 RowColumn = Annotated[bytes, Meta(max_length=MAX_PAGE_BYTES + 4 * MAX_ROW_TOKENS)]
@@ -63,8 +63,10 @@ class RequestRow(Value, frozen=True, kw_only=True):
     its admission, but for those of earlier_versions."""
     earlier_versions: Annotated[tuple[VersionSpan, ...], Meta(max_length=MAX_EARLIER_VERSIONS)] = ()
     """Versions since its admission that an update has replaced while the row was kept, in their
-    order; the tokens of its admission belong to the first, as far as the note does not say. Its
-    blocks have KV of theirs too. Ranks that do not sample lack later tokens."""
+    order. Its blocks have KV of theirs too. Ranks that do not sample lack later tokens."""
+    num_admitted_tokens: Count = 0
+    """Number of tokens that came with its admission: earlier ones have sampled them, which its note
+    may name."""
 
 
 class AdoptRequests(StepRequest["AdoptRequestsReply"], frozen=True, tag=70, kw_only=True):

@@ -34,7 +34,7 @@ Bitmap = Annotated[bytes, Meta(max_length=8192)]
 
 Slot = Annotated[int, Meta(ge=0, le=65534)]
 
-SchedulerNote = Annotated[bytes, Meta(max_length=1024)]
+SchedulerNote = Annotated[bytes, Meta(max_length=1 << 16)]
 """Note of a scheduler on a request, returned to another driver that continues it. Opaque to
 daemons."""
 

@@ -121,6 +121,7 @@ def _row(
         note=state.notes[slot],
         weights_version=weights_version,
         earlier_versions=earlier_versions,
+        num_admitted_tokens=int(state.num_known_tokens[slot]),
     )
 
 

@@ -20,18 +20,19 @@ class TokenVersions:
     """Owned by the model runner, used on the step thread. A row that is admitted again begins
     anew."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MAX_EARLIER_VERSIONS) -> None:
+        """most: versions of a row that are told apart; of more, the oldest become one."""
+        self._most = most
         self._rows: dict[int, tuple[int, tuple[VersionSpan, ...]]] = {}
         """Generation and spans of each row that was kept, by slot."""
 
     def end(self, version: int, rows: Iterable[RowEnd]) -> None:
         """Record that weights of this version have sampled the tokens of all live rows up to here,
-        but for those of earlier versions. Of MAX_EARLIER_VERSIONS and more, the oldest become
-        one."""
+        but for those of earlier versions."""
         kept = {}
         for slot, generation, end in rows:
             spans = (*self.of(slot, generation), VersionSpan(version=version, end=end))
-            if len(spans) > MAX_EARLIER_VERSIONS:
+            if len(spans) > self._most:
                 spans = (VersionSpan(version=None, end=spans[1].end), *spans[2:])
             kept[slot] = generation, spans
         self._rows = kept

@@ -55,6 +55,9 @@ class AdoptedRequest:
     earlier_versions: tuple[VersionSpan, ...] = ()
     """Versions before it, which have computed KV of its blocks and sampled its tokens up to their
     ends (RequestRow.earlier_versions)."""
+    num_admitted_tokens: int = 0
+    """Tokens that came with its admission: weights before those of earlier_versions have sampled
+    them, which its scheduler may have noted."""
     dp_rank: int = 0
     """The replica that has it."""
 
@@ -184,6 +187,7 @@ def _merge_request(
         more_block_ids=tuple(blocks[1:]),
         weights_version=longest.row.weights_version,
         earlier_versions=longest.row.earlier_versions,
+        num_admitted_tokens=longest.row.num_admitted_tokens,
     )
 
 
@@ -225,10 +229,8 @@ def _last_checkpoint(
 
 
 def _check_same(one: RankRow, other: RankRow) -> None:
-    fields = ["num_prompt_tokens", "extensions", "weights_version"]
-    if bool(one.row.earlier_versions) == bool(other.row.earlier_versions):
-        fields.append("note")  # else a driver has died while it admitted a request that was kept
-    for field in fields:
+    # Notes differ if a driver has died while it admitted an adopted request.
+    for field in ("num_prompt_tokens", "extensions", "weights_version"):
         if getattr(one.row, field) != getattr(other.row, field):
             raise _mismatch(field, one, other)
     shared = other.token_ids.size

@@ -78,9 +78,12 @@ if TYPE_CHECKING:  # it needs the library of an extra
 
 NO_DRAFTS: Final = DraftOutcome(0, 0)
 
-_NOTE_BYTES: Final = 288
-"""Bound on an encoded _Note without its stop strings, whose bytes Traits.fixed_bytes counts."""
-MAX_NOTED_RUNS: Final = 8
+_NOTE_BYTES: Final = 104
+"""Bound on an encoded _Note without its runs of versions, and without its stop strings, whose bytes
+Traits.fixed_bytes counts."""
+_RUN_BYTES: Final = 24
+"""Bound on an encoded run."""
+MAX_NOTED_RUNS: Final = 2048
 """Runs of versions in a note; earlier ones become one run of an unknown version."""
 
 
@@ -102,6 +105,10 @@ class _Note(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     """Its blocks have KV of weights that were replaced."""
     adapter_version: int | None = None
     """Number of the weights of its adapter that its row began with."""
+    last_version: int = 0
+    """Number of the version that has sampled the tokens of its admission behind those of
+    weights_versions: the present one when the admission was planned. It may be sent after an
+    update."""
 
 
 @dataclass(slots=True)
@@ -548,14 +555,17 @@ class Request:
         self.repeated = range(first, end)
         return len(tokens), None
 
-    def admission_bytes(self, num_tokens: int, groups: Sequence[BlockGroup]) -> int:
-        """Return the most bytes of a step's message that its admission with so many tokens
-        takes."""
-        num_blocks = 0
+    def admission_bytes(
+        self, num_tokens: int, groups: Sequence[BlockGroup], num_runs: int | None = None
+    ) -> int:
+        """Return the most bytes of a step's message that its admission with so many tokens takes.
+        num_runs: of versions; None: of the tokens that it has, and perhaps one more."""
+        num_blocks, num_runs = 0, len(self.weights_versions) + 1 if num_runs is None else num_runs
+        note_bytes = _NOTE_BYTES + _RUN_BYTES * min(num_runs, MAX_NOTED_RUNS)
         for group in groups:
             num_blocks += blocks_for(num_tokens, group.block_size)
         own = self.traits.fixed_bytes
-        return admission_bytes(num_tokens, num_blocks, len(self.id), own, _NOTE_BYTES)
+        return admission_bytes(num_tokens, num_blocks, len(self.id), own, note_bytes)
 
     def as_new(
         self, sampled_by: int, samples_next: int, adapter_version: int | None = None
@@ -577,6 +587,7 @@ class Request:
             _noted(self.weights_versions, VersionRun(samples_next, 0, adapter_version)),
             self.blocks.is_mixed,
             adapter_version,
+            samples_next,
         )
         return NewRequest(
             req_id=self.id,
@@ -880,7 +891,8 @@ def _check_admission(made: Request, groups: Sequence[BlockGroup]) -> None:
     """Check that one step can admit the request with all tokens that it may ever have, as after a
     preemption."""
     num_tokens = made.most_computed
-    num_bytes = made.admission_bytes(num_tokens, groups)
+    num_runs = max(0, num_tokens - made.num_prompt_tokens)  # as many as tokens, at worst
+    num_bytes = made.admission_bytes(num_tokens, groups, num_runs)
     if num_tokens <= MAX_ADMITTED_TOKENS and num_bytes <= MAX_ADMITTED_BYTES:
         return
     most = min(MAX_ADMITTED_TOKENS, MAX_ADMITTED_BYTES * num_tokens // num_bytes)
@@ -932,6 +944,8 @@ def adopted_request(
         weights_versions=note.weights_versions,
         adapter_version=note.adapter_version,
     )
+    if request.num_admitted_tokens:
+        made.stamp(note.last_version, request.num_admitted_tokens)
     made.blocks.num_cached_tokens = note.num_cached_tokens
     made.blocks.num_preemptions = note.num_preemptions
     made.blocks.is_mixed = note.is_mixed or bool(request.earlier_versions)

@@ -34,7 +34,7 @@ from worker_client.steps.step_fault import StepFault, malformed
 
 MAX_COUNT = 2**31 - 1
 MAX_ID_LENGTH = 256
-MAX_NOTE_BYTES = 1024
+MAX_NOTE_BYTES = 1 << 16
 MAX_SLOTS = 65_535
 """Bound on max_num_seqs, set by the slots' columns of the message."""
 MAX_STEP_BLOCKS = 1 << 20

@@ -21,8 +21,11 @@ from worker_client.group.adoption import AdoptedRequest, RankRow, merge, read_pa
 from worker_client.group.weights_state import WeightsVersion
 from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler
+from worker_client.scheduler import request as scheduler_request
+from worker_client.scheduler.request import MAX_NOTED_RUNS
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
 from worker_client.steps.slots import SlotTable
+from worker_client.steps.step_checks import MAX_NOTE_BYTES
 
 
 class TwoRanks(Model):
@@ -225,7 +228,6 @@ def test_request_that_ranks_have_differently_begins_again_from_its_tokens(other)
     [
         ("num_prompt_tokens", 1),
         ("extensions", SamplingParams(top_k=4).extensions()),
-        ("note", b"x"),
     ],
 )
 def test_disagreement_is_named(field, value):
@@ -282,7 +284,10 @@ def weights(number):
     return WeightsVersion(number, ContentIdentity(content=bytes(32)))
 
 
-def test_outputs_say_which_weights_have_sampled_over_updates_and_drivers():
+@pytest.mark.parametrize("room", [8, MAX_NOTED_RUNS])
+def test_outputs_say_which_weights_have_sampled_over_updates_and_drivers(monkeypatch, room):
+    """room: of a note, for versions."""
+    monkeypatch.setattr(scheduler_request, "MAX_NOTED_RUNS", room)
     limits, prompt = make_limits(eos_token_ids=()), [10, 11, 12]
     first = Scheduler(limits)
     first.add_request(GenerationRequest("a", prompt, max_tokens=17))
@@ -298,15 +303,16 @@ def test_outputs_say_which_weights_have_sampled_over_updates_and_drivers():
     second = Scheduler(limits)
     assert second.adopt_requests([left]) == []
     step = second.schedule()
-    assert step.scheduled_new_reqs[0].note == new.note, "ranks may have either admission"
+    assert step.scheduled_new_reqs[0].note == new.note, "the versions before the present one"
     assert second.update_from_output(step, StepResult(["a"], [53], weights_version=30)) == []
     result = StepResult(["a"], [54], weights_version=31)
     (output,) = second.update_from_output(second.schedule(), result)
-    recent = [(version, 1) for version in range(5, 12)]
+    known = [(version, 1) for version in range(12)]
+    if room == 8:
+        known = [(None, 5), *known[5:]]
     runs = [(run.version, run.num_tokens) for run in output.weights_versions]
-    assert runs == [(None, 5), *recent, (30, 4), (31, 1)]
+    assert runs == [*known, (30, 4), (31, 1)]
     assert sum(count for _, count in runs) == len(output.token_ids) == 17
-    assert len(new.note) <= 288, "the bound that admissions count with"
 
 
 def test_tokens_past_a_request_s_end_are_dropped():
@@ -375,8 +381,8 @@ def test_what_cannot_be_adopted_is_refused_and_nothing_is_adopted():
 
 
 def test_note_that_is_too_long_is_refused():
-    new = NewRequest("a", np.zeros(3, np.int32), 3, 0, [1], note=b"x" * 1025)
-    with pytest.raises(InvalidSchedulerOutput, match="at most 1024"):
+    new = NewRequest("a", np.zeros(3, np.int32), 3, 0, [1], note=b"x" * (MAX_NOTE_BYTES + 1))
+    with pytest.raises(InvalidSchedulerOutput, match="at most 65536"):
         SlotTable(2).encode(
             SchedulerOutput({"a": 3}, scheduled_new_reqs=[new]), epoch=1, link=0, seq=1
         )

@@ -74,7 +74,7 @@ HOSTILE = {
         {9},
         {9: 1},
     ],
-    "note": [b"x" * 1025, "text", None],
+    "note": [b"x" * ((1 << 16) + 1), "text", None],
     "extensions": [
         None,
         [],

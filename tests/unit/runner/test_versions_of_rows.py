@@ -3,13 +3,14 @@ version for each token."""
 
 import random
 
-from rpc_schema.adoption import MAX_EARLIER_VERSIONS
 from worker_daemon.runner.token_versions import RowEnd, TokenVersions
+
+MOST = 64
 
 
 def test_rows_tell_the_versions_of_their_tokens_until_they_are_admitted_again():
     seed = random.randrange(1 << 30)
-    rng, versions = random.Random(seed), TokenVersions()
+    rng, versions = random.Random(seed), TokenVersions(MOST)
     tokens: dict[int, list[int]] = {}
     generations: dict[int, int] = {}
     for version in range(200):
@@ -24,7 +25,7 @@ def test_rows_tell_the_versions_of_their_tokens_until_they_are_admitted_again():
             del tokens[slot]
         for slot, own in tokens.items():
             spans = versions.of(slot, generations[slot])
-            assert spans and len(spans) <= MAX_EARLIER_VERSIONS, seed
+            assert spans and len(spans) <= MOST, seed
             assert versions.of(slot, generations[slot] + 1) == ()
             told, first = [], 0
             for span in spans:
@@ -36,7 +37,7 @@ def test_rows_tell_the_versions_of_their_tokens_until_they_are_admitted_again():
                 for version, mine in zip(own, told, strict=True)
             ]
             assert known == told, seed
-            assert told.count(None) == 0 or len(spans) == MAX_EARLIER_VERSIONS
+            assert told.count(None) == 0 or len(spans) == MOST
         for slot in ended:
             assert versions.of(slot, generations[slot]) == ()
     versions.forget()
