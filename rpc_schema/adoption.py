@@ -65,8 +65,10 @@ class RequestRow(Value, frozen=True, kw_only=True):
     """Versions since its admission that an update has replaced while the row was kept, in their
     order. Its blocks have KV of theirs too. Ranks that do not sample lack later tokens."""
     num_admitted_tokens: Count = 0
-    """Number of tokens that came with its admission: earlier ones have sampled them, which its note
-    may name."""
+    """Number of tokens that came with its admission. What has sampled those, its note may say."""
+    num_recomputed_tokens: Count = 0
+    """Leading tokens whose KV was computed again in place (RecomputeRequests), perhaps after the
+    tokens behind them were sampled. So were the experts that are kept with it."""
 
 
 class AdoptRequests(StepRequest["AdoptRequestsReply"], frozen=True, tag=70, kw_only=True):

@@ -251,6 +251,10 @@ class RequestOutput:
     than 256, [positions, layers with experts, top_k], each token's in the order of the router's
     scores. Positions are those of prompt and output without the last token, which no step has
     computed; fewer if the request ended before they were."""
+    num_recomputed_experts: int = 0
+    """Leading positions of routed_experts that are of KV that was computed again behind tokens
+    which were sampled before. 0, unless a driver has adopted the request: others keep what was
+    reported first."""
     pooled: NDArray[np.float32] | None = None
     """Output of a pooling request: float32 [width], or [num_prompt_tokens, width] for a task on
     tokens. It has no token_ids."""

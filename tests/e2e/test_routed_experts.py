@@ -374,27 +374,85 @@ def test_what_cannot_be_reported_is_refused(serve, model, checkpoint):
         pass
 
 
-def test_updates_in_between_cost_no_position(serve, model, checkpoint, rng):
-    """Those that replay too: all go on in place."""
+def assert_as_reported(model, request, output, before, num_recomputed=0):
+    """The first experts of a request are those reported before an update, the others those of its
+    weights."""
+    tokens, found = [*request.prompt, *output.token_ids], output.routed_experts
+    expected, clear, _ = chosen_experts(model.model, tokens, request.replay_experts)
+    assert found.shape == (len(tokens) - 1, 3, 2)
+    assert output.num_recomputed_experts == num_recomputed
+    np.testing.assert_array_equal(found[: len(before)], before)
+    is_new = clear[:-1].all(1) & (np.arange(len(found)) >= len(before))
+    np.testing.assert_array_equal(found[is_new], expected[:-1][is_new])
+
+
+NONE = np.zeros((0, 3, 2))
+
+
+def settled(scheduler, requests):
+    """The experts of each request behind which a token was sampled, or reported."""
+    found = {}
+    for request in requests:
+        count = len(scheduler.generated_tokens(request.id, 0))
+        own = scheduler.generated_reports(request.id, 0).routed_experts
+        found[request.id] = own[: len(request.prompt) + count - 1].copy() if count else NONE
+    return found
+
+
+def settle(driver):
+    """Take the results of all steps in flight."""
+    driver.pause()
+    ended = []
+    while driver.num_in_flight:
+        ended += driver.step()
+    driver.resume()
+    assert not ended
+
+
+def asking(rng, count):
+    made = requests_of(rng, count)
+    return [replace(request, id=f"{request.id} asks", routed_experts=True) for request in made]
+
+
+def test_recomputation_leaves_what_was_reported(serve, model, checkpoint, rng):
+    """Those that are kept with the KV are of the weights that have computed it: a request that
+    begins with it gets these."""
     other = checkpoint("Qwen2MoeForCausalLM", seed=213, **FIELDS["Qwen2MoeForCausalLM"])
-    asks = [
-        replace(request, id=f"{request.id} asks", routed_experts=True)
-        for request in requests_of(rng, 2)
-    ]
-    bring = replaying(rng, requests_of(rng, 2))
+    requests = asking(rng, 3)
+    again = [replace(request, id=f"{request.id} again") for request in requests]
     with serve(model.path, 2, **SIZES) as (group, loaded):
-        _, driver = driver_of(group, loaded)
-        for request in (*asks, *bring):
-            driver.add_request(request)
-        ended = [output for _ in range(8) for output in driver.step()]
-        assert not ended
+        scheduler, driver = driver_of(group, loaded)
+        steps_of(driver, requests, 0)
+        while not all(map(len, settled(scheduler, requests).values())):
+            driver.step()
+        settle(driver)
+        before = settled(scheduler, requests)
         group.weights.reload(str(other.path), running="recompute")
         assert not group.weights.recomputed.lost_req_ids
+        steps_of(driver, again, 0)
         outputs = {output.req_id: output for output in driver.run()}
-    for request in (*asks, *bring):
-        output = outputs[request.id]
-        tokens, found = [*request.prompt, *output.token_ids], output.routed_experts
-        expected, clear, _ = chosen_experts(other.model, tokens, request.replay_experts)
-        assert found.shape == (len(tokens) - 1, 3, 2)
-        at = len(tokens) - 4 + np.flatnonzero(clear[-4:-1].all(1))
-        np.testing.assert_array_equal(found[at], expected[at])
+    for request in (*requests, *again):
+        assert_as_reported(other, request, outputs[request.id], before.get(request.id, NONE))
+    assert all(outputs[request.id].num_cached_tokens for request in again)
+
+
+def test_next_driver_is_told_which_were_recomputed(serve, model, checkpoint, rng):
+    """Requests without a token begin again, as their prompts' first experts are of old weights."""
+    other = checkpoint("Qwen2MoeForCausalLM", seed=213, **FIELDS["Qwen2MoeForCausalLM"])
+    requests = [*asking(rng, 3), *replaying(rng, requests_of(rng, 2))[:2]]
+    config = worker_config(other.path, 2, **SIZES)
+    with serve(model.path, 2, **SIZES) as (group, loaded):
+        endpoints = [status.endpoint for status in group.get_status()]
+        scheduler, driver = driver_of(group, loaded)
+        ended = steps_of(driver, requests, int(rng.integers(5, 8)))
+        settle(driver)
+        before = {name: own for name, own in settled(scheduler, requests).items() if "asks" in name}
+        group.weights.reload(str(other.path), running="recompute")
+        sampled = {name for name, own in before.items() if len(own)}
+        assert sampled and sampled.isdisjoint(group.weights.recomputed.lost_req_ids)
+        ended += driver.step()
+        with adopting(endpoints, config, loaded) as (driver, adopted, done):
+            outputs = finish(driver, requests, adopted, [*ended, *done])
+    for request in requests:
+        num_recomputed = len(before.get(request.id, NONE))
+        assert_as_reported(other, request, outputs[request.id], NONE, num_recomputed)

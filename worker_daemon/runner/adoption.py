@@ -5,7 +5,7 @@ A row's tokens are those of its admission and, on the output rank, those sampled
 have reached the host. rpc_schema/adoption.py bounds the size of a reply.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -23,7 +23,7 @@ from worker_daemon.contracts.arrays import Int32s
 from worker_daemon.runner.input_batch import InputBuilder
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.token_history import TokenHistory
-from worker_daemon.runner.token_versions import TokenVersions
+from worker_daemon.runner.token_versions import RowEnd, TokenVersions
 
 _ROW_BYTES = 128
 """Upper bound on a row's encoded size without its id, note, extensions, spans and columns."""
@@ -50,9 +50,11 @@ def describe_requests(
     first_slot: int,
     weights_version: int,
     earlier: TokenVersions,
+    recomputed: Mapping[int, RowEnd],
 ) -> Page:
     """Return rows from first_slot on: as many as fit into a reply, at least one. Waits for the
-    device. weights_version: the present one; earlier: those before it."""
+    device. weights_version: the present one; earlier: those before it; recomputed: by slot, rows
+    whose KV was computed again in place, to their ends."""
     rows: list[RequestRow] = []
     tokens: list[Int32s] = []
     blocks: list[Int32s] = []
@@ -64,6 +66,9 @@ def describe_requests(
         by_group = _blocks(state, inputs, slot)
         spans = earlier.of(slot, int(state.generation[slot]))
         row = _row(state, slot, token_ids, by_group, weights_version, spans)
+        end = recomputed.get(slot)
+        if end is not None and end.generation == state.generation[slot]:
+            row = msgspec.structs.replace(row, num_recomputed_tokens=end.end)
         block_ids = np.concatenate(by_group)
         size += _size(row) + token_ids.nbytes + block_ids.nbytes
         if rows and size > MAX_PAGE_BYTES:

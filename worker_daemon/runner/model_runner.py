@@ -190,6 +190,8 @@ class ModelRunner:
         self._unsampled: dict[int, _Deferred] = {}
         """Rows that steps have deferred, by the step's seq."""
         self._token_versions = TokenVersions()
+        self._recomputed: dict[int, RowEnd] = {}
+        """By slot, rows whose KV was computed again in place, and how far."""
         self._stale: dict[int, int] = {}
         """Generations of the rows whose KV is to be computed again before they go on, by slot."""
 
@@ -233,6 +235,7 @@ class ModelRunner:
         self.inputs.forget_requests()
         self._unsampled.clear()
         self._token_versions.forget()
+        self._recomputed.clear()
         self._stale.clear()
 
     def weights_changed(self, before: int) -> None:
@@ -293,6 +296,8 @@ class ModelRunner:
                 reply.result()
         for slot in rows.slots.tolist():
             self._stale.pop(slot, None)
+        for slot, end in zip(rows.slots.tolist(), rows.ends.tolist(), strict=True):
+            self._recomputed[slot] = RowEnd(slot, int(state.generation[slot]), end)
         return sum(step.total_num_tokens for step in passes), len(passes)
 
     def end_epoch(self) -> None:
@@ -313,9 +318,14 @@ class ModelRunner:
         """Roll back steps that are not known to have succeeded, and describe rows from first_slot
         on."""
         self.inputs.tables.restore(self.state.take_back(self.history.has_confirmed))
-        version = self._weights.version
         return describe_requests(
-            self.state, self.inputs, self.history, first_slot, version, self._token_versions
+            self.state,
+            self.inputs,
+            self.history,
+            first_slot,
+            self._weights.version,
+            self._token_versions,
+            self._recomputed,
         )
 
     def execute_model(self, request: ExecuteModel, arrays: Sequence[Frame]) -> PendingOutput | None:

@@ -8,7 +8,8 @@ from rpc_schema.adoption import MAX_EARLIER_VERSIONS, VersionSpan
 
 
 class RowEnd(NamedTuple):
-    """A live row when the weights change."""
+    """A place in a live row: where it was when the weights changed, or to which its KV was computed
+    again."""
 
     slot: int
     generation: int

@@ -55,9 +55,9 @@ class AdoptedRequest:
     earlier_versions: tuple[VersionSpan, ...] = ()
     """Versions before it, which have computed KV of its blocks and sampled its tokens up to their
     ends (RequestRow.earlier_versions)."""
-    num_admitted_tokens: int = 0
-    """Tokens that came with its admission: weights before those of earlier_versions have sampled
-    them, which its scheduler may have noted."""
+    num_recomputed_tokens: int = 0
+    """Leading tokens whose KV was computed again in place, perhaps after the tokens behind them
+    were sampled, and so were the experts that are kept with it."""
     dp_rank: int = 0
     """The replica that has it."""
 
@@ -187,7 +187,7 @@ def _merge_request(
         more_block_ids=tuple(blocks[1:]),
         weights_version=longest.row.weights_version,
         earlier_versions=longest.row.earlier_versions,
-        num_admitted_tokens=longest.row.num_admitted_tokens,
+        num_recomputed_tokens=max(row.row.num_recomputed_tokens for row in rows.values()),
     )
 
 

@@ -10,7 +10,9 @@ import numpy as np
 from rpc_schema import lifecycle as lc
 from rpc_schema.adoption import MAX_ROW_TOKENS, AdoptRequests, AdoptRequestsReply
 from rpc_schema.errors import WorkerError
+from rpc_schema.extensions import extension_of
 from rpc_schema.kv_cache import NULL_BLOCK, BlockGroup, blocks_for, groups_of
+from rpc_schema.routed_experts import RoutedExpertsWanted
 from rpc_schema.weight_transfer import (
     MAX_RECOMPUTED_BYTES,
     RecomputeRequests,
@@ -160,6 +162,9 @@ def is_in_place(row: RankRow, groups: Sequence[BlockGroup], *, awaits_sampling: 
     """Return True if a row has all that its KV follows from: its tokens, and a block for each.
     Windows may have passed some. A pooled output is made of all hidden states. Of a row that waits
     for its sampling, drafts may be computed that nobody here knows."""
+    asks = extension_of(row.row.extensions, RoutedExpertsWanted) is not None
+    if asks and row.token_ids.size == row.row.num_admitted_tokens:
+        return False  # what it has reported of its prompt is of the old weights
     is_known = not awaits_sampling or row.row.num_computed_tokens <= row.token_ids.size
     if pools(row.row.extensions) or not is_known or row.token_ids.size >= MAX_ROW_TOKENS:
         return False

@@ -14,8 +14,8 @@ _LEAST_ROOM: Final = 64
 
 
 class ExpertsRecord:
-    """Owned by a request. Chunks come in the order of the steps. One that repeats positions, as
-    after a preemption or behind refused drafts, replaces what was there."""
+    """Owned by a request. Chunks come in the order of the steps. They may repeat positions, as
+    after a preemption or behind refused drafts."""
 
     def __init__(self) -> None:
         self._experts: Experts | None = None
@@ -24,16 +24,20 @@ class ExpertsRecord:
         """Most cached tokens that its admission may report."""
         self.num_known = 0
         """Leading positions that are known, those of drafts included."""
+        self.num_recomputed = 0
+        """Leading positions whose experts are of a later pass than the one behind which the next
+        token was sampled: another driver has begun the request."""
 
-    def take(self, chunks: Sequence[ExpertsChunk]) -> None:
-        """Note the chunks of a step. A chunk behind a gap is dropped: it is of a row that was given
-        up."""
+    def take(self, chunks: Sequence[ExpertsChunk], num_settled: int) -> None:
+        """Note the chunks of a step, but for the first num_settled positions, which are known. A
+        chunk behind a gap is dropped: it is of a row that was given up."""
         for first, experts in chunks:
             if first > self.num_known:
                 continue
-            end = first + len(experts)
-            self._room(end, experts)[first:end] = experts
-            self.num_known = max(self.num_known, end)
+            end, begin = first + len(experts), max(first, num_settled)
+            if begin < end:
+                self._room(end, experts)[begin:end] = experts[begin - first :]
+                self.num_known = max(self.num_known, end)
 
     def first(self, count: int) -> Experts | None:
         """Return those of the first `count` positions, which are known: a view, [P, L, K]; None

@@ -132,8 +132,6 @@ class Scheduler:
         self._in_flight: deque[int] = deque()
         self._sampled_by = 0
         """Number of the weights' version that has sampled the newest tokens."""
-        self._admits_with = 0
-        """Number of the version that samples for requests which are admitted now."""
 
     def add_request(self, request: GenerationRequest) -> None:
         """Queue a request. Its id may be that of a finished one, once no step in flight names it.
@@ -176,7 +174,6 @@ class Scheduler:
             for span in request.earlier_versions:
                 entry.stamp(span.version, span.end)
             entry.stamp(request.weights_version)
-            self._admits_with = request.weights_version
             is_whole = entry.num_tokens == len(request.token_ids) and entry.blocks.may_share
             has_kv = 0 < request.num_computed_tokens <= entry.most_cached and is_whole
             if reason is not None:
@@ -289,7 +286,7 @@ class Scheduler:
 
     def _commit(self, step: Step) -> SchedulerOutput:
         new = [
-            request.as_new(self._sampled_by, self._admits_with, self._adapters.present_of(request))
+            request.as_new(self._sampled_by, self._adapters.present_of(request))
             for request in step.new
         ]
         preempted = step.preempted
@@ -444,7 +441,6 @@ class Scheduler:
         for request in self._queues.unfinished.values():
             request.stamp(self._sampled_by)
         self._sampled_by = version
-        self._admits_with = max(self._admits_with, version)  # results may come after use_weights
 
     def _end_overdue(self, *, idle: bool = False) -> list[RequestOutput]:
         """End the requests whose deadlines have passed. idle: only those that no step in flight
@@ -520,7 +516,7 @@ class Scheduler:
         for req_id, own in chunks.items():
             request = self._queues.unfinished.get(req_id)
             if request is not None and request.experts is not None:
-                request.experts.take(own)
+                request.take_experts(own)
 
     def _take_outputs(self, pooled: Mapping[str, NDArray[np.float32]]) -> list[RequestOutput]:
         ended = (
@@ -561,7 +557,6 @@ class Scheduler:
     def use_weights(self, version: WeightsVersion) -> None:
         """Cache prefixes of this version alone from now on; see VersionedScheduler."""
         self._note_weights(version.number)
-        self._admits_with = version.number
         if self._blocks.use_weights(version.key, self._queues.unfinished.values()):
             self.forget_prefixes()
 

@@ -54,6 +54,7 @@ from worker_client.scheduler.interface import SchedulerLimits
 from worker_client.scheduler_output import (
     DraftOutcome,
     Experts,
+    ExpertsChunk,
     FullLogprob,
     Logprobs,
     NewRequest,
@@ -78,7 +79,7 @@ if TYPE_CHECKING:  # it needs the library of an extra
 
 NO_DRAFTS: Final = DraftOutcome(0, 0)
 
-_NOTE_BYTES: Final = 104
+_NOTE_BYTES: Final = 112
 """Bound on an encoded _Note without its runs of versions, and without its stop strings, whose bytes
 Traits.fixed_bytes counts."""
 _RUN_BYTES: Final = 24
@@ -105,10 +106,8 @@ class _Note(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     """Its blocks have KV of weights that were replaced."""
     adapter_version: int | None = None
     """Number of the weights of its adapter that its row began with."""
-    last_version: int = 0
-    """Number of the version that has sampled the tokens of its admission behind those of
-    weights_versions: the present one when the admission was planned. It may be sent after an
-    update."""
+    num_recomputed: int = 0
+    """As Request has it."""
 
 
 @dataclass(slots=True)
@@ -303,6 +302,11 @@ class Request:
     """None if it reports nothing."""
     experts: ExpertsRecord | None = None
     """None if it did not ask for the experts of its tokens."""
+    num_given: int = field(init=False)
+    """Tokens that it began with: the prompt, and output that it has brought."""
+    num_recomputed: int = 0
+    """Leading positions whose KV was computed again behind tokens that were sampled before, and so
+    were the experts that the workers keep with it: what its row would tell another driver."""
     num_brought: int = 0
     """Output tokens that it has brought, all of which are reported."""
     closing: int | None = None
@@ -319,6 +323,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.tokens)
+        self.num_given = self.num_prompt_tokens
         if self.sample is not ONLY_SAMPLE or self.extensions:
             self._note_features()
 
@@ -344,7 +349,7 @@ class Request:
         computed, and experts that do not fit into a reply."""
         most = len(self.tokens) - 1
         if self.experts is not None:
-            most = min(most, self.num_known_experts + self.experts.max_cached)
+            most = min(most, self.num_settled_experts + self.experts.max_cached)
         return (
             min(most, self.num_prompt_tokens + self.num_reported - 1) if self.is_tracing else most
         )
@@ -453,7 +458,7 @@ class Request:
     def bring(self, tokens: Sequence[int]) -> FinishReason | None:
         """Append tokens that it has brought, up to one that ends it; return the reason."""
         reason = next((reason for token in tokens if (reason := self.take(token))), None)
-        self.num_tokens = len(self.tokens)
+        self.num_tokens = self.num_given = len(self.tokens)
         self.weights_versions = (VersionRun(None, self.num_tokens - self.num_prompt_tokens),)
         return reason
 
@@ -504,6 +509,8 @@ class Request:
                 break
             reason = self.take(token)
         self.num_tokens = len(self.tokens)
+        if self.reported is not None:
+            self.num_given = self.num_tokens
         return reason
 
     def stamp(self, version: int | None, end: int | None = None) -> None:
@@ -567,14 +574,12 @@ class Request:
         own = self.traits.fixed_bytes
         return admission_bytes(num_tokens, num_blocks, len(self.id), own, note_bytes)
 
-    def as_new(
-        self, sampled_by: int, samples_next: int, adapter_version: int | None = None
-    ) -> NewRequest:
+    def as_new(self, sampled_by: int, adapter_version: int | None = None) -> NewRequest:
         """Return its admission for the workers. sampled_by: version of the weights that have
-        sampled its newest tokens; samples_next: that of the present ones; adapter_version: that of
-        its adapter's."""
+        sampled its newest tokens; adapter_version: that of its adapter's present ones."""
         if len(self.tokens) > self.num_prompt_tokens:
             self.stamp(sampled_by)
+        self._note_recomputed()
         by_group = self.blocks.by_group  # their lists grow later
         note = _Note(
             self.limit,
@@ -584,10 +589,10 @@ class Request:
             *self.sample,
             self.priority,
             None if self.deadline == math.inf else self.deadline + _unix_offset_s(),
-            _noted(self.weights_versions, VersionRun(samples_next, 0, adapter_version)),
+            _noted(self.weights_versions),
             self.blocks.is_mixed,
             adapter_version,
-            samples_next,
+            self.num_recomputed,
         )
         return NewRequest(
             req_id=self.id,
@@ -600,10 +605,18 @@ class Request:
             note=msgspec.msgpack.encode(note),
         )
 
+    def _note_recomputed(self) -> None:
+        """Note, at an admission, what is computed again, if it is not with its present KV."""
+        if not self.needs_admission:
+            has_sampled = len(self.tokens) > self.num_given
+            self.num_recomputed = len(self.tokens) - 1 if has_sampled else 0
+        if self.experts is not None and not self.experts.num_known:
+            self.experts.num_recomputed = self.num_recomputed
+
     def _going_on(self) -> Extensions:
-        """Return its extensions for an admission: the experts that are known need not be reported
+        """Return its extensions for an admission: the experts that are settled need not be reported
         again."""
-        wanted = RoutedExpertsWanted(first=self.num_known_experts)
+        wanted = RoutedExpertsWanted(first=self.num_settled_experts)
         return tuple(wanted if type(e) is RoutedExpertsWanted else e for e in self.extensions)
 
     @property
@@ -612,9 +625,25 @@ class Request:
         return 0 if self.experts is None else min(self.experts.num_known, len(self.tokens) - 1)
 
     @property
+    def num_settled_experts(self) -> int:
+        """Number of these that stay as they are, whatever computes the tokens again: what was
+        sampled or reported of the request has followed from them."""
+        if self.experts is None:
+            return 0
+        end = len(self.tokens) if len(self.tokens) > self.num_given else 0
+        if self.is_tracing:
+            end = self.num_prompt_tokens + self.num_reported if self.num_reported else 0
+        return min(self.experts.num_known, max(0, end - 1))
+
+    @property
     def known_experts(self) -> Experts | None:
         """The experts of its tokens, as far as they are known: a view; None if there are none."""
         return None if self.experts is None else self.experts.first(self.num_known_experts)
+
+    def take_experts(self, chunks: Sequence[ExpertsChunk]) -> None:
+        """Note what a step reports of its tokens' experts."""
+        if self.experts is not None:
+            self.experts.take(chunks, self.num_settled_experts)
 
     def output(
         self,
@@ -641,6 +670,7 @@ class Request:
             prompt_logprobs=reported.prompt_logprobs,
             full_logprobs=reported.full_logprobs,
             routed_experts=None if experts is None else experts.copy(),
+            num_recomputed_experts=0 if self.experts is None else self.experts.num_recomputed,
             pooled=pooled,
             text=self.stopped_text if reason == "stop" else None,
             index=self.sample.place,
@@ -824,12 +854,8 @@ def _with_output(
     return made
 
 
-def _noted(runs: tuple[VersionRun, ...], present: VersionRun) -> tuple[VersionRun, ...]:
-    """Return runs as a note has them: those before the present versions, which a run without tokens
-    has. So the note of a request stays the same for as long as its row does, whatever driver admits
-    it."""
-    if runs and runs[-1]._replace(num_tokens=0) == present:
-        runs = runs[:-1]
+def _noted(runs: tuple[VersionRun, ...]) -> tuple[VersionRun, ...]:
+    """Return runs as a note has them."""
     if len(runs) <= MAX_NOTED_RUNS:
         return runs
     first, last = runs[: 1 - MAX_NOTED_RUNS], runs[1 - MAX_NOTED_RUNS :]
@@ -944,11 +970,20 @@ def adopted_request(
         weights_versions=note.weights_versions,
         adapter_version=note.adapter_version,
     )
-    if request.num_admitted_tokens:
-        made.stamp(note.last_version, request.num_admitted_tokens)
+    made.num_recomputed = _recomputed_by_others(request, note)
     made.blocks.num_cached_tokens = note.num_cached_tokens
     made.blocks.num_preemptions = note.num_preemptions
     made.blocks.is_mixed = note.is_mixed or bool(request.earlier_versions)
     _note_limits(made, limits)
     _check_admission(made, limits.block_groups)
     return made
+
+
+def _recomputed_by_others(request: AdoptedRequest, note: _Note) -> int:
+    """Return Request.num_recomputed of an adopted request that goes on with the KV that it has. The
+    ranks may lack that of its newest tokens, which have been computed once."""
+    last = len(request.token_ids) - 1
+    if last < request.num_prompt_tokens:
+        return 0
+    kept = max(note.num_recomputed, request.num_recomputed_tokens)
+    return kept if request.num_computed_tokens == last else last

@@ -438,7 +438,7 @@ def left_requests(group):
             min(row.num_computed - row.num_over, len(row.tokens) - 1),
             tuple(row.blocks),
             request.extensions,
-            request.as_new(0, 0).note,
+            request.as_new(0).note,
             slot,
         )
         for slot, row in group.daemon.rows.items()

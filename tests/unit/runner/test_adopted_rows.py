@@ -108,7 +108,9 @@ class Rank:
 
     def told(self, state):
         self.builder.tables.restore(state.take_back(self.history.has_confirmed))
-        return split(describe_requests(state, self.builder, self.history, 0, 0, TokenVersions()))
+        return split(
+            describe_requests(state, self.builder, self.history, 0, 0, TokenVersions(), {})
+        )
 
     def expected(self, slot, good, first_bad):
         """(computed tokens, blocks): those of the last good step, or those that the first bad one
@@ -152,7 +154,7 @@ def test_rows_are_told_as_the_last_result_left_them(seed):
             rank.check(rank.told(state))
             num_late += len(rank.late) > 0
             again = split(
-                describe_requests(state, rank.builder, rank.history, 0, 0, TokenVersions())
+                describe_requests(state, rank.builder, rank.history, 0, 0, TokenVersions(), {})
             )
             assert again == rank.told(state)
     assert num_late > 10
@@ -201,7 +203,7 @@ def test_rows_without_a_request_stay_free_when_steps_are_taken_back():
     assert rank.state.apply(message, arrays).starts.tolist() == [0]
     rank.builder.tables.update(rank.builder.build(rank.state.dummy_step(5)).columns)
     ((_, tokens, blocks),) = split(
-        describe_requests(rank.state, rank.builder, rank.history, 0, 0, TokenVersions())
+        describe_requests(rank.state, rank.builder, rank.history, 0, 0, TokenVersions(), {})
     )
     assert (tokens, len(blocks)) == ([0] * 5, 2)
 
@@ -291,7 +293,7 @@ def test_long_rows_come_in_pages():
     builder.build(state.apply(message, arrays))
     first_slot, told = 0, []
     for _ in range(count):
-        page = describe_requests(state, builder, TokenHistory(), first_slot, 0, TokenVersions())
+        page = describe_requests(state, builder, TokenHistory(), first_slot, 0, TokenVersions(), {})
         assert len(page.token_ids) <= MAX_PAGE_BYTES
         assert len(page.rows) == min(3, count - first_slot)
         told += split(page)
@@ -301,7 +303,9 @@ def test_long_rows_come_in_pages():
     assert [(row.slot, tokens) for row, tokens, _ in told] == [
         (new.slot, new.tokens) for new in plan.admissions
     ]
-    assert describe_requests(state, builder, TokenHistory(), count, 0, TokenVersions()).rows == ()
+    assert (
+        describe_requests(state, builder, TokenHistory(), count, 0, TokenVersions(), {}).rows == ()
+    )
 
 
 def test_row_of_more_than_a_reply_holds_is_told_in_part(monkeypatch):

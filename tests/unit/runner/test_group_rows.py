@@ -175,12 +175,14 @@ def test_rows_that_see_blocks_again_which_others_may_have_are_not_vouched_for(ch
     rows.run(2, {0: chunk})
     rows.run(3, {0: 1})
     rows.state.take_back(lambda epoch, seq: seq == 1)
-    (row,) = describe_requests(rows.state, rows.inputs, TokenHistory(), 0, 0, TokenVersions()).rows
+    (row,) = describe_requests(
+        rows.state, rows.inputs, TokenHistory(), 0, 0, TokenVersions(), {}
+    ).rows
     if not is_kept:
         assert (row.num_computed_tokens, row.num_blocks, row.num_more_blocks) == (0, 0, (0, 0))
         return
     assert (row.num_computed_tokens, row.num_blocks, row.num_more_blocks) == (13, 8, (8, 4))
-    page = describe_requests(rows.state, rows.inputs, TokenHistory(), 0, 0, TokenVersions())
+    page = describe_requests(rows.state, rows.inputs, TokenHistory(), 0, 0, TokenVersions(), {})
     told = np.frombuffer(page.block_ids, "<i4").tolist()
     assert told == [*range(1, 9), 0, 0, *range(11, 17), 0, *range(21, 24)]
 
