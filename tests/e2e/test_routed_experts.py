@@ -2,7 +2,9 @@
 model is split and whatever happens to the requests. The same tokens as without."""
 
 import asyncio
+import base64
 import contextlib
+import io
 from dataclasses import replace
 from functools import partial
 
@@ -13,9 +15,11 @@ from rpc_schema.errors import ConfigError
 from rpc_schema.extensions import extension_of
 from rpc_schema.pooling import PoolingParams
 from rpc_schema.routed_experts import MAX_REPORTED_BYTES, ReplayExperts, RoutedExpertsShape
+from tests.support import structured
 from tests.support.checkpoints import VOCAB_SIZE, prompts
 from tests.support.chosen_experts import assert_experts, chosen_experts
 from tests.support.exhaustive import exhaustively
+from tests.support.service_app import service_app
 from tests.support.serving import LONG_LEASE, generate, scheduler_limits, worker_config
 from worker_client.async_driver import AsyncDriver
 from worker_client.driver import Driver
@@ -456,3 +460,51 @@ def test_next_driver_is_told_which_were_recomputed(serve, model, checkpoint, rng
     for request in requests:
         num_recomputed = len(before.get(request.id, NONE))
         assert_as_reported(other, request, outputs[request.id], NONE, num_recomputed)
+
+
+def unpacked(choice):
+    return np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])), allow_pickle=False)
+
+
+def test_service_returns_them_whole_and_streamed(daemons, checkpoint, rng):
+    """As vLLM's server: a .npy file in base64, for each choice; streams bring what is new."""
+    fields = {"vocab_size": structured.VOCAB_SIZE, "eos_token_id": structured.EOS_TOKEN_ID}
+    own = FIELDS["Qwen2MoeForCausalLM"]
+    model = checkpoint("Qwen2MoeForCausalLM", seed=214, **own, **fields)
+    structured.make_tokenizer(model.path)
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (model.path / "chat_template.jinja").write_text(template)
+    prompt = rng.integers(3, structured.VOCAB_SIZE, 9).tolist()
+    ask = {"return_routed_experts": True, "temperature": 0, "max_tokens": 7, "ignore_eos": True}
+    completion = {**ask, "prompt": [prompt, prompt[:5]], "n": 2}
+    chat = {**ask, "messages": [{"role": "user", "content": "abc ab"}]}
+    with service_app(
+        model.path, worker_config(model.path, **SIZES), daemons.endpoints(1)
+    ) as service:
+        whole = service.ok("/v1/completions", completion)["choices"]
+        for place, choice in enumerate(whole):
+            assert choice["index"] == place
+            found = unpacked(choice)
+            assert (found.dtype, found.shape) == (np.uint8, ((9, 5)[place // 2] + 6, 3, 2))
+        only_prompt = {**completion, "prompt": prompt, "n": 1, "max_tokens": 0}
+        (first,) = service.ok("/v1/completions", only_prompt)["choices"]
+        assert_experts(model.model, [*prompt, 0], unpacked(first))
+        assert (
+            "routed_experts" not in service.ok("/v1/completions", {"prompt": prompt})["choices"][0]
+        )
+        for path, body in (("/v1/completions", completion), ("/v1/chat/completions", chat)):
+            whole = service.ok(path, body)["choices"]
+            parts = [[] for _ in whole]
+            for chunk in service.chunks(path, body):
+                for choice in chunk["choices"]:
+                    if "routed_experts" in choice:
+                        parts[choice["index"]].append(unpacked(choice))
+            for choice, own in zip(whole, parts, strict=True):
+                np.testing.assert_array_equal(np.concatenate(own), unpacked(choice))
+        service.refused("/v1/completions", {"prompt": "a", "return_routed_experts": 1})
+    plain = worker_config(model.path, **{**SIZES, "enable_return_routed_experts": False})
+    with service_app(model.path, plain, daemons.endpoints(1)) as service:
+        for path, body in (("/v1/completions", completion), ("/v1/chat/completions", chat)):
+            field, message = service.refused(path, body)
+            assert field == "return_routed_experts"
+            assert "enable_return_routed_experts" in message

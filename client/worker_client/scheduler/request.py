@@ -107,7 +107,7 @@ class _Note(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     adapter_version: int | None = None
     """Number of the weights of its adapter that its row began with."""
     num_recomputed: int = 0
-    """As Request has it."""
+    """Leading positions whose KV was computed again, as Request has them."""
 
 
 @dataclass(slots=True)

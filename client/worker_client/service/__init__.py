@@ -8,6 +8,6 @@ completions.py  /v1/completions; models.py: /v1/models; tokens.py; admin.py
 chat.py         /v1/chat/completions (chat_*.py, tool_*.py); embeddings.py, scores.py (pooled.py)
 health.py       probes and /metrics; metrics/: what is counted, and how it is called
 streaming.py    answers, whole or as server-sent events; errors.py: OpenAI's error object
-logprobs.py     log probabilities in the form of completions; token_texts.py
+logprobs.py     log probabilities in the form of completions; token_texts.py; routed_experts.py
 launch.py       the served group; server.py: the process, its socket, signals and drain
 """

@@ -25,6 +25,7 @@ from worker_client.service.logprobs import take_full_logprobs
 from worker_client.service.marked_text import MarkedText
 from worker_client.service.options import OPTIONS, take_options
 from worker_client.service.response_format import FORMAT_NAMES
+from worker_client.service.routed_experts import ASK, NAMES, take_routed_experts
 from worker_client.service.streaming import StreamOptions, Usage, answer, take_stream_options
 from worker_client.service.token_texts import TokenTexts
 from worker_client.service.tool_calls import (
@@ -39,7 +40,7 @@ from worker_client.service.tool_grammar import call_grammar, text_grammar, writt
 _OWN: Final = (
     *TEMPLATE_FIELDS,
     *("model", "stream", "stream_options", "logprobs", "top_logprobs", "max_completion_tokens"),
-    "full_logprobs",
+    *("full_logprobs", ASK),
     *("tools", "tool_choice", "parallel_tool_calls", "response_format"),
 )
 _LONG_ID, _SHORT_ID = 24, 9
@@ -99,7 +100,7 @@ class _Chats:
     def take(self, fields: BodyFields) -> _ChatBody:
         """Return a body's fields. Raises RequestError."""
         prompt, tools, num_top = take_prompt(fields), take_tools(fields), take_logprobs(fields)
-        names = {"prompt": "messages", "logprobs": "top_logprobs"}
+        names = {"prompt": "messages", "logprobs": "top_logprobs", **NAMES}
         most = fields.take_raw("max_completion_tokens")
         if most is not None:
             fix = "give max_completion_tokens alone"
@@ -116,6 +117,7 @@ class _Chats:
             options["logprobs"] = num_top
         if take_full_logprobs(fields, has_logprobs=num_top is not None):
             options["full_logprobs"] = True
+        options |= take_routed_experts(fields)
         if tools is not None:
             if "structured_outputs" in options:
                 problem = "an output that follows a grammar can call no tool"

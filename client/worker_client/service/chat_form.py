@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from worker_client.requests import RequestOutput
+from worker_client.scheduler_output import Experts
 from worker_client.service.chat_logprobs import ChatLogprobs
 from worker_client.service.engine import ChoicePart
 from worker_client.service.errors import HttpError
+from worker_client.service.routed_experts import experts_field
 from worker_client.service.streaming import JsonObject, StreamOptions, Usage
 from worker_client.service.tool_calls import BrokenCall, MoreArguments, Piece, ToolCall
 
@@ -30,6 +32,7 @@ class ChatChoice:
         self.texts: list[str] = []
         self.calls: list[JsonObject] = []
         self.logprobs: list[JsonObject] = []
+        self.experts: list[Experts | None] = []
         self.finish_reason: str | None = None
 
     def take(self, part: ChoicePart) -> Iterator[JsonObject]:
@@ -108,6 +111,7 @@ class ChatForm:
         for _delta in choice.take(part):
             pass  # the choice keeps them
         choice.logprobs += self._reported(part)
+        choice.experts.append(part.routed_experts)
 
     def whole(self) -> JsonObject:
         """Return that answer."""
@@ -117,6 +121,7 @@ class ChatForm:
                 "message": choice.message(),
                 "logprobs": self._content(choice.logprobs),
                 "finish_reason": choice.finish_reason,
+                **experts_field(choice.experts),
             }
             for place, choice in enumerate(self._choices)
         ]
@@ -128,15 +133,17 @@ class ChatForm:
         behind the last one."""
         self._usage.take(part)
         choice = self._choices[part.choice]
-        reported = self._reported(part)
+        reported, experts = self._reported(part), {}
+        if part.routed_experts is not None:
+            experts = experts_field([part.routed_experts])
         if not choice.has_begun:
             choice.has_begun = True
             yield self._chunk(part.choice, {"role": "assistant", "content": ""})
         for delta in choice.take(part):
-            yield self._chunk(part.choice, delta, reported)
-            reported = []
-        if reported:
-            yield self._chunk(part.choice, {"content": ""}, reported)
+            yield self._chunk(part.choice, delta, reported, **experts)
+            reported, experts = [], {}
+        if reported or experts:
+            yield self._chunk(part.choice, {"content": ""}, reported, **experts)
         if part.output is not None:
             yield self._chunk(part.choice, {}, reason=choice.finish_reason)
 
@@ -153,12 +160,14 @@ class ChatForm:
         delta: JsonObject,
         reported: Sequence[JsonObject] = (),
         reason: str | None = None,
+        **further: str,
     ) -> JsonObject:
         choice = {
             "index": index,
             "delta": delta,
             "logprobs": self._content(reported) if reported else None,
             "finish_reason": reason,
+            **further,
         }
         chunk = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
         if self._streaming.continuous_usage_stats:

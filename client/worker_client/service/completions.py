@@ -12,13 +12,19 @@ from starlette.responses import Response
 
 from worker_client.errors import request_error
 from worker_client.requests import GenerationRequest, PromptTokenIds
-from worker_client.scheduler_output import FullLogprob, Logprobs
+from worker_client.scheduler_output import Experts, FullLogprob, Logprobs
 from worker_client.service.context import ServiceContext
 from worker_client.service.engine import ChoicePart, Engine, Model, Prompt, renamed
 from worker_client.service.fields import BodyFields, read_fields
 from worker_client.service.logprobs import CompletionLogprobs, joined, take_full_logprobs
 from worker_client.service.options import OPTIONS, take_options
 from worker_client.service.response_format import FORMAT_NAMES
+from worker_client.service.routed_experts import (
+    ASK,
+    NAMES,
+    experts_field,
+    take_routed_experts,
+)
 from worker_client.service.streaming import (
     JsonObject,
     StreamOptions,
@@ -31,7 +37,7 @@ from worker_client.service.token_texts import TokenTexts
 MAX_LOGPROBS: Final = 20
 _OWN: Final = (
     *("prompt", "model", "stream", "stream_options", "echo", "logprobs", "best_of"),
-    *("full_logprobs", "response_format", "add_special_tokens"),
+    *("full_logprobs", "response_format", "add_special_tokens", ASK),
 )
 _REFUSED: Final = {
     "suffix": ("text is continued, not filled in", "leave it out"),
@@ -57,10 +63,11 @@ def completions_router(context: ServiceContext) -> APIRouter:
         model = engine.take_model(fields)
         streaming = take_stream_options(fields)
         asked = _Asked(fields, settings.max_prompts)
-        options = take_options(fields, engine.sampling_defaults)
+        options = take_options(fields, engine.sampling_defaults) | take_routed_experts(fields)
         fields.check_empty((*OPTIONS, *_OWN))
         asked.check_best_of(options)
-        names = {"prompt_logprobs": "logprobs", **(FORMAT_NAMES if asked.has_format else {})}
+        names = {"prompt_logprobs": "logprobs", **NAMES}
+        names |= FORMAT_NAMES if asked.has_format else {}
         with renamed(names):
             if asked.takes_time(options):
                 requests = await engine.on_thread(lambda: asked.requests(engine, options, model))
@@ -181,7 +188,9 @@ class _Form:
         """Return the chunk of a part."""
         self._count(part)
         delta = self._choices[part.choice].delta(part)
-        if not (delta["text"] or delta["logprobs"] or delta["finish_reason"]):
+        if part.routed_experts is not None:
+            delta |= experts_field([part.routed_experts])
+        elif not (delta["text"] or delta["logprobs"] or delta["finish_reason"]):
             return []  # half a character, or what may be the beginning of a stop string
         chunk: JsonObject = {**self._head, "choices": [delta]}
         if self._streaming.continuous_usage_stats:
@@ -199,6 +208,7 @@ class _Form:
         self._count(part)
         choice = self._choices[part.choice]
         choice.deltas.append(choice.delta(part))
+        choice.experts.append(part.routed_experts)
 
     def whole(self) -> JsonObject:
         """Return that answer."""
@@ -216,6 +226,8 @@ class _Choice:
         """echoed: text to begin with."""
         self.deltas: list[JsonObject] = []
         """Those of an answer that is sent whole."""
+        self.experts: list[Experts | None] = []
+        """Likewise."""
         self._echoed = echoed
         self._prompt = prompt
         self._drops_tokens = asked.drops_tokens
@@ -254,4 +266,5 @@ class _Choice:
         if self._logprobs is not None:
             logprobs = joined([delta["logprobs"] for delta in self.deltas])
         text = "".join(delta["text"] for delta in self.deltas)
-        return {**self.deltas[-1], "text": text, "logprobs": logprobs}
+        whole = {**self.deltas[-1], "text": text, "logprobs": logprobs}
+        return whole | experts_field(self.experts)

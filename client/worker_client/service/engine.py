@@ -26,7 +26,7 @@ from worker_client.requests import GenerationRequest, forked, seeded, with_adapt
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from worker_client.scheduler.drafting.payoffs import DraftingChange, log_change
 from worker_client.scheduler.reference import OVERDUE
-from worker_client.scheduler_output import FullLogprob, Logprobs
+from worker_client.scheduler_output import Experts, FullLogprob, Logprobs
 from worker_client.service.errors import HttpError, unknown_model
 from worker_client.service.fields import BodyFields
 from worker_client.service.generation_defaults import sampling_defaults
@@ -67,6 +67,8 @@ class ChoicePart(NamedTuple):
     output: RequestOutput | None
     full_logprobs: list[FullLogprob] | None = None
     """One for each of the tokens, if the request asked for them."""
+    routed_experts: Experts | None = None
+    """Those of the positions behind the ones of the part before, likewise."""
 
 
 class Engine:
@@ -338,6 +340,7 @@ class _Samples:
             prompt,
             progress.output,
             None if reports is None else reports.full_logprobs,
+            None if reports is None else reports.routed_experts,
         )
 
 
