@@ -217,6 +217,8 @@ class Status(StatusHead, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """KV blocks of running requests; a shared block counts once per request."""
     upload_bytes: Unsigned = 0
     """Host memory for the attached driver's uploads; unfinished ones count in full."""
+    max_upload_bytes: Unsigned = 0
+    """Bound on upload_bytes (--upload-memory-bytes)."""
     drafts: DraftsVerified | None = None
     """None until steps have had drafts, and on ranks that do not answer steps."""
     expert_loads: tuple[ExpertLoad, ...] = ()

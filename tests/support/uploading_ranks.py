@@ -48,10 +48,15 @@ class UploadingRanks:
         self.elsewhere: dict[bytes, HostTensor] = {}
         """What one rank has, and the driver may read."""
         self.room = room
+        self.num_bytes = 1 << 40
+        """Room that the ranks say they have, for all uploads together."""
         self.num_chunks: Counter[bytes] = Counter()
         self.refuses = False
         self.errors: deque[Exception | None] = deque()
         """Raised in place of the next chunks; None: the chunk is taken."""
+
+    def capacity(self) -> int:
+        return self.num_bytes
 
     def read(self, content_hashes: Sequence[bytes], ranks: Sequence[int]) -> list[HostTensor]:
         return [self.elsewhere[name] for name in content_hashes if name in self.elsewhere]

@@ -105,7 +105,7 @@ class Uploads:
     def __init__(self, max_bytes: int) -> None:
         """max_bytes: limit on all uploads together, in whole pages; unfinished ones count in
         full."""
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._lock = threading.Lock()
         self._entries: dict[bytes, _Entry] = {}
         self._num_bytes = 0
@@ -181,11 +181,11 @@ class Uploads:
 
     def _begin(self, chunk: UploadChunk, num_bytes: int) -> _Entry:
         needed = _pages(num_bytes)
-        if self._num_bytes + needed > self._max_bytes:
+        if self._num_bytes + needed > self.max_bytes:
             raise _no_room(
                 "shape",
                 chunk.shape,
-                f"the tensor needs {needed} bytes of host memory; of the {self._max_bytes} for "
+                f"the tensor needs {needed} bytes of host memory; of the {self.max_bytes} for "
                 f"uploads {self._num_bytes} are taken",
                 ", or start the daemon with a larger --upload-memory-bytes",
             )

@@ -238,21 +238,38 @@ class UploadsPart(DriverPart):
         self._uploads = RequestUploads(context.group)
         self._must_restart = False
         """The ranks have lost all uploads."""
+        self._capacity: int | None = None
+        """Bytes that each rank has for uploads; None: to be asked."""
 
     def check(self, request: GenerationRequest) -> None:
-        if not isinstance(self._context.scheduler, HoldingScheduler):
-            for field in ("prompt_embeds", "replay_experts"):
-                tensor = getattr(request, field)
-                if tensor is not None:
-                    raise RequestError(
-                        "the scheduler cannot hold a request until its tensor is uploaded",
-                        field=field,
-                        value=list(tensor.shape),
-                        fix="add hold_request and release_request (HoldingScheduler)",
-                    )
+        for field in ("prompt_embeds", "replay_experts"):
+            tensor = getattr(request, field)
+            if tensor is not None:
+                self._check_tensor(field, tensor)
         named = [name for each in request.features for name in each.uploads]
         if named:
             self._check_present(named)
+
+    def _check_tensor(self, field: str, tensor: HostTensor) -> None:
+        """Refuse a tensor for which there will never be room, or whose request cannot wait."""
+        if not isinstance(self._context.scheduler, HoldingScheduler):
+            raise RequestError(
+                "the scheduler cannot hold a request until its tensor is uploaded",
+                field=field,
+                value=list(tensor.shape),
+                fix="add hold_request and release_request (HoldingScheduler)",
+            )
+        if self._capacity is None:
+            with suppress(WorkerError, DeadlineExceeded, WorkerDied):  # the upload will tell
+                self._capacity = self._context.group.uploads.capacity()
+        num_bytes, most = tensor.data.nbytes, self._capacity
+        if most is not None and num_bytes > most:
+            raise RequestError(
+                f"the tensor has {num_bytes} bytes, and the daemons have {most} for uploads",
+                field=field,
+                value=list(tensor.shape),
+                fix="give fewer rows, or start the daemons with a larger --upload-memory-bytes",
+            )
 
     def _check_present(self, named: Sequence[bytes]) -> None:
         """Steps with a missing upload would fail, and with them those of all requests."""
@@ -311,7 +328,7 @@ class UploadsPart(DriverPart):
             self._must_restart = False
 
     def group_replaced(self) -> None:
-        self._must_restart = True
+        self._must_restart, self._capacity = True, None
 
     def work_in_flight(self) -> bool:
         """Send some chunks for held requests."""

@@ -118,6 +118,12 @@ class GroupUploads:
         returns False."""
         return UploadTask(self._channel, tensors, ranks)
 
+    def capacity(self) -> int:
+        """Return the least host memory that a rank has for uploads, taken or not, in bytes."""
+        self._channel.check_usable()
+        clients = _chosen(self._channel, None)
+        return min(client.get_status().max_upload_bytes for client in clients)
+
     def read(
         self, content_hashes: Sequence[bytes], ranks: Sequence[int] | None = None
     ) -> list[HostTensor]:

@@ -264,6 +264,21 @@ def test_steps_of_replayed_experts_fit_into_messages_whatever_they_admit():
     assert max(size for size, _ in sizes) <= MAX_STEP_BYTES
 
 
+def test_tensor_for_which_there_is_never_room_is_refused_at_once():
+    ranks = Ranks()
+    ranks.num_bytes = 5 * HIDDEN * 4
+    driver = Driver(ranks, Scheduler(LIMITS))
+    with pytest.raises(RequestError, match="--upload-memory-bytes") as caught:
+        driver.add_request(request("r", tensor(6)))
+    assert (caught.value.field, caught.value.value) == ("prompt_embeds", [6, HIDDEN])
+    experts = np.zeros((6, 40, 8), np.uint8)
+    with pytest.raises(RequestError, match="--upload-memory-bytes") as caught:
+        driver.add_request(GenerationRequest("r", [1] * 6, replay_experts=experts))
+    assert (caught.value.field, caught.value.value) == ("replay_experts", [6, 40, 8])
+    driver.add_request(request("r", tensor(5)))
+    assert [output.req_id for output in driver.run()] == ["r"]
+
+
 def test_experts_that_no_daemon_can_take_are_refused_at_once():
     most = MAX_UPLOAD_BYTES // (48 * 8)
     experts = np.broadcast_to(np.uint8(0), (most + 1, 48, 8))

@@ -130,6 +130,7 @@ class StatusReport:
             gpu_load=None if load is None else lc.GpuLoad(**asdict(load)),
             num_kv_blocks_held=snapshot.description.num_kv_blocks_held(),
             upload_bytes=self.uploads.num_bytes,
+            max_upload_bytes=self.uploads.max_bytes,
             drafts=_drafts_verified(snapshot.description.draft_counts),
             expert_loads=tuple(
                 lc.ExpertLoad(layer=layer, counts=counts)
