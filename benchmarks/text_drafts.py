@@ -141,14 +141,16 @@ class Batch(NamedTuple):
     temperature: float = 0.0
 
     def requests(self, number: int) -> list[GenerationRequest]:
-        """Return them, with ids and seeds of their own."""
+        """Return them, with ids of their own, and with seeds that no batch of another size has:
+        noise that is the same would be text that repeats."""
+        first = 10**6 * len(self.prompts) + 1000 * number
         return [
             GenerationRequest(
                 id=f"{number}-{index}",
                 prompt=prompt,
                 max_tokens=self.num_out,
                 sampling=SamplingParams(
-                    temperature=self.temperature, seed=1000 * number + index, ignore_eos=True
+                    temperature=self.temperature, seed=first + index, ignore_eos=True
                 ),
             )
             for index, prompt in enumerate(self.prompts)
