@@ -28,7 +28,8 @@ class AdapterVersions:
 
     def __init__(self) -> None:
         self._present: dict[int, GroupAdapter] = {}
-        """Adapters as they are now, by LoraRequest.version."""
+        """Adapters as they are now, by LoraRequest.version. Of those that have had one id, the
+        newest, and those whose requests are unfinished."""
         self.changes: deque[_AdapterChange] = deque()
         """Updates whose first step has no result yet."""
 
@@ -65,8 +66,15 @@ class AdapterVersions:
     ) -> list[Request]:
         """Note the new weights of an adapter, and return its requests: their blocks are hashed as
         those of the new weights, and no other request may begin with those of the running ones."""
+        requests = list(unfinished)
+        in_use = {_version_of(each) for each in requests}
+        self._present = {
+            version: known
+            for version, known in self._present.items()
+            if known.lora_id != adapter.lora_id or version in in_use
+        }
         self._present[adapter.version] = adapter
-        users = [each for each in unfinished if _version_of(each) == adapter.version]
+        users = [each for each in requests if _version_of(each) == adapter.version]
         for request in users:
             request.blocks.hashes.clear()
             self._set_root(request)
