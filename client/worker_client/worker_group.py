@@ -209,11 +209,12 @@ class WorkerGroup:
         """Replace a lost rank's daemon by the one that answers at `endpoint` within the time, and
         continue. The default is the lost one's own endpoint, for a supervisor that restarts it.
 
-        The new daemon loads its own shard only. The others keep their weights, the memory of the KV
-        cache, and graphs without communication. Ranks that are asleep are woken first, for which
-        they need memory, and sleep again afterwards; ranks that were reset load too. Requests are
-        lost: earlier futures, or the next step, fail with a StepFailed that names them. Ranks that
-        die meanwhile are waited for at their own endpoints, REPLACE_ATTEMPTS times in a row.
+        The new daemon loads its own shard only, from the files that the others have read last.
+        These keep their weights, the memory of the KV cache, and graphs without communication.
+        Ranks that are asleep are woken first, for which they need memory, and sleep again
+        afterwards; ranks that were reset load too. Requests are lost: earlier futures, or the next
+        step, fail with a StepFailed that names them. Ranks that die meanwhile are waited for at
+        their own endpoints, REPLACE_ATTEMPTS times in a row.
 
         Raises:
             ReplacementFailed: no daemon answered, or attempts failed because of another death or

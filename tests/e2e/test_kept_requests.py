@@ -255,9 +255,11 @@ def test_next_driver_goes_on_with_requests_that_were_kept(serve, models, seed):
     assert_as_swapped(model_of, texts[0], outputs["copy"])
 
 
-def test_rank_that_dies_takes_the_kv_but_no_request(serve, daemons, models, seed):
-    """Its successor has the old weights: requests are held until a reload, then computed again by
-    the new ones, and every token has the version that results said."""
+@pytest.mark.parametrize("engine", [from_disk, reloading])
+def test_rank_that_dies_takes_the_kv_but_no_request(serve, daemons, models, engine, seed):
+    """Its successor reads the files that the others have read last. If these have other weights
+    since, requests are held until an update. Then they are computed again by the newest weights,
+    and every token has the version that results said."""
     rng = random.Random(seed)
     old, new, _ = models
     texts = prompts(seed, [26, 11])
@@ -272,24 +274,28 @@ def test_rank_that_dies_takes_the_kv_but_no_request(serve, daemons, models, seed
         for number, text in enumerate(texts):
             watched.driver.add_request(greedy_request(f"r{number}", text.tolist(), 40))
         watched.step(rng.randrange(3, 7))
-        group.weights.reload(str(new.path), running="keep")
+        engine(group, new, None)
         watched.step(rng.randrange(3, 7))
         while any(len(set(watched.versions[f"r{each}"])) < 2 for each in range(len(texts))):
             watched.step()
+        num_before = {name: len(own) + 3 for name, own in watched.versions.items()}  # in flight too
         daemons.kill(rng.randrange(2))
-        with pytest.raises(WeightsNotWhole):
-            watched.step(40)
-        group.weights.reload(str(new.path), running="keep")
-        last = group.weights.version.number
+        if engine is from_disk:
+            with pytest.raises(WeightsNotWhole):
+                watched.step(40)
+            engine(group, new, None)
         watched.finish()
+        last = group.weights.version.number
+        names = {status.config.model.model for status in group.get_status()}
+    assert names == {str((old if engine is from_disk else new).path)}
     for number, text in enumerate(texts):
         output = watched.outputs[f"r{number}"]
         assert len(output.token_ids) == 40
         assert watched.versions[output.req_id][:40] == versions_of(output)
-        assert len(output.weights_versions) == 3
+        assert len(output.weights_versions) == (3 if engine is from_disk else 2)
         known = [*text.tolist(), *output.token_ids]
         expected = new.logprobs(known)
-        for place in range(len(known) - output.weights_versions[-1].num_tokens, len(known)):
+        for place in range(len(text) + num_before[output.req_id], len(known)):
             best = expected[place - 1].max()
             assert expected[place - 1][known[place]] > best - CLOSE, (last, place)
 

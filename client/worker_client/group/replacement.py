@@ -97,6 +97,8 @@ class Replacement:
     steps: StepsInFlight
     state: FailureState
     config: WorkerConfig
+    """That of the group; once it is attached, of the ranks that stayed, which a reload may have
+    changed."""
     model: LoadedGroup
     """Served by the group, under `config`."""
     weights_version: int | None
@@ -177,6 +179,7 @@ class Replacement:
             channel.daemons.absent = frozenset()
             statuses = self.attaching.attach_present()
         by_rank = dict(zip(channel.daemons.ranks, statuses, strict=True))
+        self.config = self._config_of_others(by_rank)
         newcomers = tuple(
             rank for rank, status in by_rank.items() if not self._can_stay(rank, status)
         )
@@ -200,6 +203,15 @@ class Replacement:
                         f"rank {rank} is not replaced",
                     )
                 time.sleep(_PAUSE_S)
+
+    def _config_of_others(self, statuses: _Statuses) -> WorkerConfig:
+        """Return what the ranks that stayed have loaded: a new rank reads the same files."""
+        held = [
+            status.config
+            for rank, status in statuses.items()
+            if rank not in self.vacant and status.load == "READY" and status.config is not None
+        ]
+        return held[0] if held else self.config
 
     def _can_stay(self, rank: int, status: lc.Status) -> bool:
         """Return True if a daemon need not load. Ranks that stayed have the group's model, unless
