@@ -248,18 +248,14 @@ def test_refused_and_failed_updates_leave_the_adapter_as_it_was(serve, base, con
         with pytest.raises(StateError, match="removed or replaced"):
             group.weights.finish_update()
         policy = group.loras.add("policy-1")
-        sending = base.path.parent / "sending"
-        sending.mkdir(exist_ok=True)
-        save_file(sent, sending / "model.safetensors")
-        with trainer(2, sending, 3) as (process, engine):
+        file = contents[2].path / "adapter_model.safetensors"
+        with trainer(2, file, 3) as (process, engine):
             group.weights.init_transfer_engine(engine, timeout_s=TIMEOUT_S)
             group.weights.start_update(target=policy)
             process.stdin.write("send\n")
             process.stdin.flush()
             with pytest.raises(TransferError):
-                group.weights.update(
-                    listed(load_file(sending / "model.safetensors")), BroadcastSource(round=1)
-                )
+                group.weights.update(listed(load_file(file)), BroadcastSource(round=1))
         assert tokens("c") == before
         # Single elements, and then what has changed in one tensor alone.
         b_name = name.replace("lora_A", "lora_B")

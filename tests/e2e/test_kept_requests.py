@@ -183,7 +183,8 @@ def test_failed_updates_hold_the_requests_until_one_is_complete(serve, models, m
         watched.step(2)
         assert {*watched.versions["r0"]} == {first}
         # Interrupted: no step runs.
-        with trainer(2, new.path, rng.randrange(3, 9)) as (process, engine):
+        file = new.path / "model.safetensors"
+        with trainer(2, file, rng.randrange(3, 9)) as (process, engine):
             group.weights.init_transfer_engine(engine, timeout_s=TIMEOUT_S)
             group.weights.start_update(running="keep")
             process.stdin.write("send\n")

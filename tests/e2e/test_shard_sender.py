@@ -22,6 +22,7 @@ from tests.e2e.test_weight_update import (
     requests_for,
     settled_states,
 )
+from tests.support.forked_processes import ForkedPopen
 from tests.support.serving import assert_greedy, generate
 from tests.support.shard_trainer import PACKED_BYTES, cut, join
 from worker_client.trainer.communicator import Communicator
@@ -47,7 +48,7 @@ def trainer(tmp_path, size, model, kind, *, sends=1, lifetimes=()):
     """The trainer's rank 0, in this process, and its tensors; the other ranks run beside it."""
     lifetimes, path = dict(lifetimes), tmp_path / "ranks"
     others = [
-        subprocess.Popen(
+        ForkedPopen(
             [sys.executable, "-m", "tests.support.shard_trainer", *map(str, words)],
             cwd=ROOT,
             stdout=subprocess.PIPE,

@@ -35,6 +35,7 @@ from rpc_schema.weight_transfer import (
     UpdateWeights,
 )
 from tests.support.checkpoints import Checkpoint, decisive_prompts, prompts
+from tests.support.forked_processes import ForkedPopen
 from tests.support.kernel_weights import kernel_tensors
 from tests.support.serving import (
     LONG_LEASE,
@@ -366,7 +367,7 @@ def test_workers_and_trainer_that_have_met_let_nobody_in(served, old):
 def trainer(num_workers, weights, lifetime):
     """A trainer that dies after `lifetime` tensors, and its engine."""
     words = ["gloo", num_workers, weights, lifetime, 1]
-    process = subprocess.Popen(
+    process = ForkedPopen(
         [sys.executable, "-m", "tests.support.dying_trainer", *map(str, words)],
         cwd=ROOT,
         stdin=subprocess.PIPE,
@@ -396,7 +397,7 @@ def test_killed_trainer_leaves_dirty_weights_that_name_themselves(served, new, o
     with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
         sender.send(tensors)  # what is started once, and stays, is there from here on
     threads = settled_threads(group)
-    with trainer(2, new.path, lifetime) as (process, engine):
+    with trainer(2, new.path / "model.safetensors", lifetime) as (process, engine):
         group.weights.init_transfer_engine(engine, timeout_s=TIMEOUT_S)
         group.weights.start_update()
         process.stdin.write("send\n")
@@ -427,7 +428,7 @@ def test_new_driver_is_not_kept_waiting_by_a_trainer_that_never_sends(served, ol
     """Abort the wait in update_weights; the partly updated weights are reloaded."""
     group, _ = served
     config = worker_config(old.path, 2)
-    with trainer(2, new.path, -1) as (_, engine):
+    with trainer(2, new.path / "model.safetensors", -1) as (_, engine):
         group.weights.init_transfer_engine(engine, timeout_s=100)
         group.weights.start_update()
         ids = group._channel.next_ids()

@@ -78,8 +78,8 @@ def test_update_over_nccl_equals_a_fresh_load(models, pp, tp):
 
 def test_killed_trainer_is_a_typed_error_and_the_worker_serves_on(models):
     needs(2)
-    tensors = load_file(models[1] / "model.safetensors")
-    words = ["nccl", 1, models[1], LIFETIME, 1]
+    file = models[1] / "model.safetensors"
+    tensors, words = load_file(file), ["nccl", 1, file, LIFETIME, 1]
     listed = TensorList(
         tuple(tensors),
         ("float32",) * len(tensors),

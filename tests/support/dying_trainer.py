@@ -1,11 +1,10 @@
-"""A trainer in a separate process that dies. argv: backend, number of workers, directory of the
+"""A trainer in a separate process that dies. argv: backend, number of workers, file of the
 weights, number of broadcasts before it kills itself (-1: it sends nothing), round. Prints its port
 and secret; a line on stdin lets it send."""
 
 import os
 import signal
 import sys
-from pathlib import Path
 
 from safetensors.torch import load_file
 
@@ -29,8 +28,8 @@ class Lifetime:
         Communicator.broadcast = broadcast
 
 
-def main(backend, num_workers, directory, lifetime, number):
-    tensors = load_file(Path(directory) / "model.safetensors")
+def main(backend, num_workers, file, lifetime, number):
+    tensors = load_file(file)
     device = "cuda:1" if backend == "nccl" else "cpu"
     life = Lifetime()
     channel = BroadcastChannel(backend, int(num_workers), device=device, timeout_s=60)

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 from safetensors.torch import load_file
@@ -18,36 +19,44 @@ from rpc_schema.config import RendezvousAddress, WorkerConfig
 from rpc_schema.errors import TransferError
 from rpc_schema.weight_transfer import BroadcastEngine, BroadcastSource, DiskEngine, DiskSource
 from tests.support.every_draft import every_draft
-from tests.support.serving import LONG_LEASE
 from tests.support.stamps.plan import (
     ADAPTER,
     CASES,
     Death,
     Update,
-    Way,
+    content_of,
     model_of,
+    name_of,
     next_version,
     plan_request,
     plan_updates,
 )
 from tests.support.stamps.record import Entry, Record
+from tests.support.waiting import wait_until
 from worker_client.driver import Driver
 from worker_client.driver_parts.registry import DriverOptions
-from worker_client.errors import WeightsNotWhole, WorkerDied
+from worker_client.errors import ContentMismatchError, WeightsNotWhole, WorkerDied
+from worker_client.group.loras import GroupAdapter
 from worker_client.group.outcomes import StepFuture
 from worker_client.requests import GenerationRequest, with_adapter
 from worker_client.scheduler import scheduler_limits
 from worker_client.scheduler_output import SchedulerOutput, StepResult
+from worker_client.structured.grammars import Grammars
 from worker_client.structured.opening import open_grammars
 from worker_client.trainer.broadcast import DTYPE_NAMES
 from worker_client.trainer.sender import WeightSender
+from worker_client.wire.lease import LeaseTerms
 from worker_client.wire.worker_client import TensorList
 from worker_client.worker_group import WorkerGroup
 
 LOAD = 8
 """Unfinished requests at a time."""
+LEASE = LeaseTerms(ttl_s=20.0)
+"""It survives a busy host."""
 TIMEOUT_S = 20.0
 STARTS_WITHIN_S = 120.0
+MENDING = Update("disk", "model", "keep", 0, "", 0.0, 0)
+"""Behind the death of a rank, whose successor has the weights of its files."""
 
 
 class Life(msgspec.Struct, frozen=True):
@@ -94,16 +103,19 @@ class Serving:
         self.tried = {entry.number for entry in record.before if entry.what == "tried"}
         self.num_updated = sum(entry.what == "updated" for entry in record.before)
         self.num_accepted, self.open = len(accepted), accepted - ended
+        if record.before:
+            record.note([Entry("lost")])
         config = self._prepare()
         self._execute = group.execute_model
         group.execute_model = self._send_step  # type: ignore[method-assign]
-        self.adapter = group.loras.add(ADAPTER).extension if self.case.lora else None
-        metadata = self.loaded.metadata
-        grammars = open_grammars(Path(life.models[0]), metadata.vocab_size, metadata.eos_token_ids)
+        self._adapter_version = -1
+        """As it was noted last."""
+        if self.case.lora:
+            self._adapter()
         scheduler = every_draft(scheduler_limits(self.loaded, config))
         adopted = [each for each in group.adopt_requests() if each.req_id in self.open]
         self.driver = Driver(
-            group, scheduler, recover=self._replace, options=DriverOptions(grammars)
+            group, scheduler, recover=self._replace, options=DriverOptions(self._open_grammars())
         )
         kept, lost = self.driver.claim(adopted)
         assert not lost, lost
@@ -123,7 +135,7 @@ class Serving:
                 for _ in range(update.num_steps):
                     self._step()
             with self._dying(dying.endswith("in update"), dying, update):
-                self._update(update.way, dying == "trainer")
+                self._update(update, trainer_dies=dying == "trainer")
                 self.num_updated = number + 1
                 self.record.note([Entry("updated", number=number)])
         while self.open:
@@ -132,6 +144,7 @@ class Serving:
     def _prepare(self) -> WorkerConfig:
         """Load the model, if need be; note which model the weights are of. An update names the
         version that it makes; a load does not."""
+        wait_until(self._is_idle, "what a driver has begun before its death is done")
         statuses = self.group.get_status()
         config = self.life.config
         held = [status.config for status in statuses if status.config is not None]
@@ -148,6 +161,15 @@ class Serving:
         model = noted.get(version, made)
         self.record.note([Entry("version", number=version, model=model)])
         return config
+
+    def _open_grammars(self) -> Grammars | None:
+        metadata, tokenizer = self.loaded.metadata, Path(self.life.models[0])
+        if not self.case.grammars:
+            return None
+        return open_grammars(tokenizer, metadata.vocab_size, metadata.eos_token_ids)
+
+    def _is_idle(self) -> bool:
+        return all(status.phase == "IDLE" for status in self.group.get_status())
 
     @property
     def _version(self) -> int:
@@ -168,13 +190,12 @@ class Serving:
         try:
             self._deliver(self.driver.step())
         except WeightsNotWhole:  # a rank has died, and its successor has the files' weights
-            self._update("disk", False)
+            self._update(MENDING)
 
     def _add(self, number: int) -> None:
         request: GenerationRequest = plan_request(self.life.seed, number, self.case)
         if request.lora is not None:
-            assert self.adapter is not None
-            request = with_adapter(request, self.adapter)
+            request = with_adapter(request, self._adapter().extension)
         self.driver.add_request(request)
 
     def _deliver(self, outputs: list) -> None:
@@ -182,47 +203,89 @@ class Serving:
         self.open -= {output.req_id for output in outputs}
 
     def _replace(self, died: WorkerDied) -> None:
+        self.record.note([Entry("lost")])
         self.group.replace(died.rank, within_s=STARTS_WITHIN_S)
 
-    def _update(self, way: Way, trainer_dies: bool) -> None:
+    def _adapter(self) -> GroupAdapter:
+        """Return the adapter as all ranks have it. If they do not, add it again, from its files."""
+        known = self.group.loras.known.values()
+        found = next((each for each in known if each.name == ADAPTER), None)
+        if found is None:
+            found = self.group.loras.add(ADAPTER)
+        if found.weights_version != self._adapter_version:
+            self._note_adapter(found.weights_version)
+        return found
+
+    def _note_adapter(self, version: int, running: str = "") -> None:
+        self._adapter_version = version
+        self.record.note([Entry("adapter", number=version, running=running)])
+
+    def _update(self, update: Update, *, trainer_dies: bool = False) -> None:
         """Bring a new version, whatever dies."""
         if trainer_dies:
-            self._lose_trainer()
+            self._lose_trainer(update)
+        send = self._send_model if update.target == "model" else self._send_adapter
         while True:
             try:
-                known = [each.weights.version for each in self.group.get_status() if each.weights]
-                version = next_version(max([self._version, *known]), self.rng)
-                self._send(way, version, Path(self.life.models[model_of(version)]))
-                break
+                send(update)
+                return
             except WorkerDied as died:
                 self._replace(died)
-            except TransferError as error:
-                # A rank that dies in a transfer may be noticed by its peers first.
+            except (TransferError, ContentMismatchError) as error:
+                # A rank that dies in a transfer may be noticed by its peers first. If it has not
+                # finished an update of an adapter, that is removed.
                 print(f"again after {error}", file=sys.stderr, flush=True)
                 with contextlib.suppress(WorkerDied):
                     self.group.look()
-        self.record.note([Entry("version", number=version, model=model_of(version))])
 
-    def _send(self, way: Way, version: int, model: Path) -> None:
-        weights, running = self.group.weights, self.case.running
-        if way == "gloo":
+    def _send_model(self, update: Update) -> None:
+        known = [each.weights.version for each in self.group.get_status() if each.weights]
+        version = next_version(max([self._version, *known]), self.rng)
+        model, weights = Path(self.life.models[model_of(version)]), self.group.weights
+        if update.way == "gloo":
             with WeightSender(self.group, "gloo", timeout_s=TIMEOUT_S) as sender:
                 tensors = load_file(model / "model.safetensors")
-                sender.send(tensors, version=version, running=running)
-        elif way == "files":
-            weights.reload(str(model), version=version, running=running)
+                sender.send(tensors, version=version, running=update.running)
+        elif update.way == "files":
+            weights.reload(str(model), version=version, running=update.running)
         else:
             weights.init_transfer_engine(DiskEngine())
-            weights.start_update(version=version, running=running)
+            weights.start_update(version=version, running=update.running)
             weights.update(TensorList(), DiskSource(model=str(model)))
             weights.finish_update()
+        entry = Entry("version", number=version, model=model_of(version), running=update.running)
+        self.record.note([entry])
 
-    def _lose_trainer(self) -> None:
+    def _send_adapter(self, update: Update) -> None:
+        adapter, weights = self._adapter(), self.group.weights
+        version = next_version(adapter.weights_version, self.rng)
+        name, running = name_of(content_of(version)), update.running
+        if update.way == "gloo":
+            tensors = load_file(self._directory / name / "adapter_model.safetensors")
+            with WeightSender(self.group, "gloo", timeout_s=TIMEOUT_S) as sender:
+                sender.send(tensors, version=version, running=running, target=adapter)
+        else:
+            weights.init_transfer_engine(DiskEngine())
+            weights.start_update(version=version, running=running, target=adapter)
+            weights.update(TensorList(), DiskSource(model=name))
+            weights.finish_update()
+        self._note_adapter(version, running)
+
+    @property
+    def _directory(self) -> Path:
+        """The directory of the models and the adapter's contents."""
+        return Path(self.life.models[0]).parent
+
+    def _lose_trainer(self, update: Update) -> None:
         """Begin an update whose trainer dies in the middle."""
-        model, size = self.life.models[0], len(self.life.endpoints)
-        tensors = load_file(Path(model) / "model.safetensors")
+        source = Path(self.life.models[0]) / "model.safetensors"
+        target: GroupAdapter | Literal["model"] = "model"
+        if update.target == "adapter":
+            target = self._adapter()
+            source = self._directory / name_of(1) / "adapter_model.safetensors"
+        tensors, size = load_file(source), len(self.life.endpoints)
         lifetime = self.rng.randrange(1, len(tensors))
-        words = ["gloo", size, model, lifetime, 1]
+        words = ["gloo", size, source, lifetime, 1]
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.dying_trainer", *map(str, words)],
             stdin=subprocess.PIPE,
@@ -233,7 +296,7 @@ class Serving:
         place = RendezvousAddress(host="127.0.0.1", port=int(port), secret=bytes.fromhex(secret))
         engine = BroadcastEngine(backend="gloo", place=place, world_size=size + 1)
         self.group.weights.init_transfer_engine(engine, timeout_s=TIMEOUT_S)
-        self.group.weights.start_update(running=self.case.running)
+        self.group.weights.start_update(running=update.running, target=target)
         process.stdin.write("send\n")
         process.stdin.flush()
         listed = TensorList(
@@ -272,7 +335,7 @@ def main(path: Path) -> None:
     """Run the driver that a file describes."""
     life = msgspec.json.decode(path.read_bytes(), type=Life)
     record = Record(Path(life.record))
-    with WorkerGroup(life.endpoints, life.config.parallel, lease=LONG_LEASE) as group:
+    with WorkerGroup(life.endpoints, life.config.parallel, lease=LEASE) as group:
         group.attach(force=True, keep_requests=True, wait_s=STARTS_WITHIN_S)
         Serving(life, group, record).run()
 

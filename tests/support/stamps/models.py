@@ -7,8 +7,8 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from tests.support.checkpoints import Checkpoint, make_checkpoint
+from tests.support.stamps.plan import NUM_MODELS
 
-NUM_MODELS = 5
 OFFSET = 4.0
 """First component of each embedding, and so of each hidden state: no layer adds to it."""
 LEAD = 8.0

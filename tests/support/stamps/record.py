@@ -13,16 +13,21 @@ from worker_client.requests import RequestOutput, VersionRun
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     """One line."""
 
-    what: Literal["accepted", "ended", "version", "tried", "updated"]
+    what: Literal["accepted", "ended", "version", "adapter", "lost", "tried", "updated"]
+    """version: the model's weights are of one; adapter: the adapter's are; lost: KV of any request
+    may have been lost since the last entry."""
     req_id: str = ""
     token_ids: list[int] = []
     runs: list[VersionRun] = []
     """RequestOutput.weights_versions."""
     reason: str = ""
     error: str = ""
+    num_preemptions: int = 0
     number: int = -1
     """Of an update, or of a version of the weights."""
     model: int = -1
+    running: str = ""
+    """Of the update that has made a version; empty if it was loaded."""
 
 
 class Record:
@@ -44,7 +49,7 @@ class Record:
         self.note(
             Entry(
                 *("ended", out.req_id, out.token_ids, list(out.weights_versions)),
-                *(out.finish_reason, out.error),
+                *(out.finish_reason, out.error, out.num_preemptions),
             )
             for out in outputs
         )

@@ -1,15 +1,17 @@
 """One run of a case: daemons that are started again when they have died, and one driver after the
 other until the plan is done."""
 
+import contextlib
 import json
 import shutil
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
+import torch
 
 from rpc_schema.config import LoraConfig
 from tests.support.checkpoints import Checkpoint
@@ -21,7 +23,7 @@ from tests.support.serving import drafts_by, worker_config
 from tests.support.stamps.driver import Life
 from tests.support.stamps.judge import Findings, judge
 from tests.support.stamps.models import make_models
-from tests.support.stamps.plan import ADAPTER, CASES, MAX_MODEL_LEN, Case, Death
+from tests.support.stamps.plan import CASES, MAX_MODEL_LEN, NUM_CONTENTS, Case, Death, name_of
 from tests.support.stamps.record import read
 from tests.support.structured import EOS_TOKEN_ID, VOCAB_SIZE, make_tokenizer
 
@@ -49,8 +51,8 @@ def run_case(
         **case.options,
     )
     adapted = _adapted(case, models)
-    for model in models:
-        make_tokenizer(model.path)
+    if case.grammars:
+        make_tokenizer(models[0].path)
     drafts = drafts_by(case.drafts, models[0].path)
     config = worker_config(
         models[0].path,
@@ -82,7 +84,12 @@ def run_case(
         with daemons.kept_alive():
             exits = _drive(directory, say)
     entries = read(directory / "record")
-    findings = judge(entries, case, seed, models, adapted)
+
+    def reference(model: int, content: int | None) -> Checkpoint:
+        return models[model] if content is None else adapted[model][content]
+
+    with _one_thread():
+        findings = judge(entries, case, seed, reference)
     num_done = sum(entry.what == "updated" for entry in entries)
     killed = deaths.get("driver", 0) + deaths.get("driver in update", 0)
     say(json.dumps({**findings._asdict(), "faults": len(findings.faults), "exits": dict(exits)}))
@@ -90,6 +97,18 @@ def run_case(
     assert (num_done, exits[-signal.SIGKILL]) == (num_updates, killed)
     shutil.rmtree(directory)
     return findings
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch compute with one thread: models this small take ten times as long with several,
+    where other processes need the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _drive(directory: Path, say: Callable[[str], object]) -> Counter[int]:
@@ -114,11 +133,16 @@ def _drive(directory: Path, say: Callable[[str], object]) -> Counter[int]:
     return exits
 
 
-def _adapted(case: Case, models: list[Checkpoint]) -> list[Checkpoint]:
-    """Write the adapter, if the case has one; return each model with it merged."""
+def _adapted(case: Case, models: list[Checkpoint]) -> list[list[Checkpoint]]:
+    """Write the adapter with each of its contents, if the case has one; return each model with each
+    of them merged."""
     if not case.lora:
         return []
+    form = {"rank": 4, "alpha": 2.0, "targets": ("q_proj", "v_proj")}
     return [
-        make_adapter(model, ADAPTER, seed=7, rank=4, alpha=2.0, targets=("q_proj", "v_proj"))
+        [
+            make_adapter(model, name_of(content), seed=7 + content, **form)
+            for content in range(NUM_CONTENTS)
+        ]
         for model in models
     ]
