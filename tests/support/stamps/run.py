@@ -1,17 +1,15 @@
 """One run of a case: daemons that are started again when they have died, and one driver after the
 other until the plan is done."""
 
-import contextlib
 import json
 import shutil
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
-import torch
 
 from rpc_schema.config import LoraConfig
 from tests.support.checkpoints import Checkpoint
@@ -19,6 +17,7 @@ from tests.support.command_line import short_directory
 from tests.support.forked_daemons import ForkedDaemons
 from tests.support.forked_processes import ForkedPopen
 from tests.support.lora_adapters import make_adapter
+from tests.support.one_thread import one_thread
 from tests.support.serving import drafts_by, worker_config
 from tests.support.stamps.driver import Life
 from tests.support.stamps.judge import Findings, judge
@@ -88,7 +87,7 @@ def run_case(
     def reference(model: int, content: int | None) -> Checkpoint:
         return models[model] if content is None else adapted[model][content]
 
-    with _one_thread():
+    with one_thread():
         findings = judge(entries, case, seed, reference)
     num_done = sum(entry.what == "updated" for entry in entries)
     killed = deaths.get("driver", 0) + deaths.get("driver in update", 0)
@@ -97,18 +96,6 @@ def run_case(
     assert (num_done, exits[-signal.SIGKILL]) == (num_updates, killed)
     shutil.rmtree(directory)
     return findings
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Let torch compute with one thread: models this small take ten times as long with several,
-    where other processes need the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _drive(directory: Path, say: Callable[[str], object]) -> Counter[int]:
