@@ -222,8 +222,7 @@ class DraftLengths:
         if self._costs.has_slope:  # as long as drafts seem to cost nothing, their use shows nothing
             self._note_uses(batch, drafts, counts)
         batch.age, self._awaits_drafts = 0, False
-        best_rate = max(self._acceptance.first_rate(source) for source in batch.sources)
-        is_hopeless = not counts.any() and best_rate < HOPELESS
+        is_hopeless = not counts.any() and self._are_hopeless(batch, chances)
         if not self._probes.is_due(self._num_steps, is_hopeless=is_hopeless):
             return
         probe = self._probes.find(counts, drafts.room, rate)
@@ -246,6 +245,13 @@ class DraftLengths:
         lost_s = self._costs.seconds(num_rows, num_tokens)[0] - gained / rate
         batch.lost_s += max(1, batch.age) * max(0.0, float(lost_s))
         return batch.lost_s >= self._costs.change_s
+
+    def _are_hopeless(self, batch: _Batch, chances: Float64s) -> bool:
+        """Return True if hardly any drafts are accepted, in all and of each request, and each has
+        been tried: another text may be easier to guess."""
+        best = max(self._acceptance.first_rate(source) for source in batch.sources)
+        is_tried = not self._acceptance.has_untried(batch.rows)
+        return is_tried and max(best, float(chances[:, 0].max())) < HOPELESS
 
     def _probe_drafts(self, batch: _Batch, probe: DraftProbe) -> Mapping[str, int]:
         """Return the drafts of the next step of a probe. The device makes drafts for a probe's own

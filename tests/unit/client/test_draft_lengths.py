@@ -227,6 +227,22 @@ def test_steps_that_take_longer_after_another_kind_are_not_taken_for_dear(
     assert device.run(2000) >= 0.97 * best
 
 
+def test_the_drafts_of_a_new_request_are_tried_soon():
+    """Texts of one kind after the other, as a suffix lookup finds them once it has seen them."""
+    device, shares = Device([], small, change_ms=0.4), []
+    for number in range(40):
+        (request,) = device.requests = decoding(1, 0.95 if number >= 20 else 0.0)
+        request.id = str(number)
+        device.in_flight.clear()
+        device.lengths.failed(DEPTH)
+        before = len(device.drafted)
+        device.run(256)
+        device.lengths.forget(request)
+        shares.append(np.mean([count > 0 for count in device.drafted[before:]]))
+    assert np.mean(shares[4:20]) < 0.05
+    assert np.mean(shares[24:]) > 0.7
+
+
 def test_a_request_whose_drafts_fail_has_none_beside_others():
     """It is named if its drafts were right before."""
     requests = [*decoding(6, 0.9), Decoding("bad", 0.0), Decoding("worse", 0.9)]

@@ -140,6 +140,10 @@ class Acceptance:
         """Return the same, of a request."""
         return float(self._rates[row, 0])
 
+    def has_untried(self, rows: Int64s) -> bool:
+        """Return True if of one of these requests no outcome is known."""
+        return bool((self._gains[rows, 0] == 1.0).any())
+
     def rates(self, rows: Int64s) -> Float64s:
         """Return the expected rates of requests, float64 [requests, positions]: those of all, moved
         to a request's own as far as that differs by more than chance. Otherwise the most valuable

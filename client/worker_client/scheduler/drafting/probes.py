@@ -63,7 +63,7 @@ class Probes:
 
     def is_due(self, number: int, *, is_hopeless: bool = False) -> bool:
         """Return True if step `number` comes late enough after the last probe. is_hopeless: no
-        drafts pay, and of first ones fewer than HOPELESS are accepted."""
+        drafts pay, of first ones fewer than HOPELESS are accepted, and no request is new."""
         wait = RARELY if is_hopeless else PROBE_EVERY
         if not self._costs.has_slope:
             wait = FIRST_PROBE << min(self._num_probes, 16)
