@@ -240,6 +240,9 @@ class RecomputeRequests(StepRequest["RecomputeRequestsReply"], frozen=True, tag=
     answers steps reports them (AdoptRequests)."""
     max_num_tokens: Positive
     """At most the scheduler's max_num_batched_tokens."""
+    is_cut: bool = False
+    """The last row goes on in a later message: until then, its KV is of no use to another
+    driver."""
 
 
 class RecomputeRequestsReply(StepReply, frozen=True, tag=56, kw_only=True):

@@ -308,7 +308,7 @@ def test_next_driver_recomputes_what_its_predecessor_has_not(serve, models, seed
         add(watched, texts, 40, logprobs=None)
         watched.step(rng.randrange(3, 7))
         first = group.weights.version.number
-        group.weights._recomputation.run = lambda planned: None  # and its driver is gone
+        group.weights._recompute = lambda: None  # and its driver is gone
         recompute(group, new)
         for is_last in (False, True):
             with WorkerGroup(endpoints, parallel, lease=LONG_LEASE) as successor:

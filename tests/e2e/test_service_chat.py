@@ -644,13 +644,15 @@ def test_administrators_pause_requests_that_run(service, model):
     assert service.get("/is_paused").status_code == 401
     wrong = service.post("/update_weights", {"running": "wait"}, **ADMIN)
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "running")
+    wrong = service.post("/update_weights", {"running": "keep", "recompute_budget": 9}, **ADMIN)
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "recompute_budget")
 
-    async def main(client, running):
+    async def main(client, running, **more):
         text = asyncio.ensure_future(client.post("/v1/completions", json=body))
         while not service.context.admission.num_taken:
             await asyncio.sleep(0)
         assert (await client.post("/pause", **ADMIN)).json() == {"is_paused": True}
-        fields = {"path": str(model), "running": running}
+        fields = {"path": str(model), "running": running, **more}
         updated = await client.post("/update_weights", json=fields, **ADMIN)
         assert updated.status_code == 200, updated.text
         late = asyncio.ensure_future(client.post("/v1/completions", json=body | {"max_tokens": 3}))
@@ -660,8 +662,8 @@ def test_administrators_pause_requests_that_run(service, model):
         assert (await client.post("/resume", **ADMIN)).json() == {"is_paused": False}
         return [(await each).json()["choices"][0] for each in (text, late)]
 
-    for running in ("keep", "recompute"):
-        kept, late = service.run(partial(main, running=running))
+    for running, more in (("keep", {}), ("recompute", {}), ("recompute", {"recompute_budget": 7})):
+        kept, late = service.run(partial(main, running=running, **more))
         assert (kept["finish_reason"], kept["text"]) == ("length", expected)
         assert expected.startswith(late["text"])
     aborted, late = service.run(lambda client: main(client, "abort"))

@@ -294,9 +294,9 @@ class ModelRunner:
         for reply in replies:
             if reply is not None:
                 reply.result()
-        for slot in rows.slots.tolist():
+        ends = [*zip(rows.slots.tolist(), rows.ends.tolist(), strict=True)]
+        for slot, end in ends[: -1 if request.is_cut else None]:
             self._stale.pop(slot, None)
-        for slot, end in zip(rows.slots.tolist(), rows.ends.tolist(), strict=True):
             self._recomputed[slot] = RowEnd(slot, int(state.generation[slot]), end)
         return sum(step.total_num_tokens for step in passes), len(passes)
 

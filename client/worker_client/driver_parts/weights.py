@@ -3,29 +3,34 @@ others."""
 
 from worker_client.driver_parts.context import DriverContext
 from worker_client.driver_parts.interface import DriverPart
+from worker_client.errors import WorkerDied
 from worker_client.group.loras import GroupAdapter, GroupLoras
 from worker_client.group.running import RunningRequests
 from worker_client.group.weights import GroupWeights
 from worker_client.scheduler import (
     AdaptingScheduler,
     RecomputingScheduler,
+    SuspendingScheduler,
     VersionedScheduler,
 )
 
 
 class WeightsPart(DriverPart):
-    """Passes on each version of the weights, and of an adapter's. Of several drivers of a group,
-    the newest one does."""
+    """Passes on each version of the weights, and of an adapter's; has requests recomputed between
+    steps. Of several drivers of a group, the newest one passes them on."""
 
     def __init__(self, context: DriverContext) -> None:
         self._context = context
         self._follow_adapters()
         scheduler = context.scheduler
         weights: GroupWeights | None = getattr(context.group, "weights", None)
+        self._weights = weights
         if weights is None:
             return
         weights.planned = lambda: context.steps.unsent
-        weights.on_version = weights.on_recomputed = None
+        weights.on_version = weights.on_recomputed = weights.on_recomputing = None
+        if isinstance(scheduler, SuspendingScheduler):
+            weights.on_recomputing = scheduler.await_recompute
         if not isinstance(scheduler, VersionedScheduler):
             return
         weights.on_version = scheduler.use_weights
@@ -33,6 +38,20 @@ class WeightsPart(DriverPart):
             weights.on_recomputed = scheduler.share_recomputed
         if weights.version is not None:
             scheduler.use_weights(weights.version)
+
+    def prepare(self) -> None:
+        weights = self._weights
+        if weights is None or not weights.is_recomputing:
+            return
+        if not self._context.scheduler.has_unfinished_requests():
+            return
+        try:
+            weights.recompute_next()
+        except WorkerDied as died:
+            self._context.replace(died)
+
+    def wait(self) -> bool:
+        return self._weights is not None and self._weights.is_recomputing
 
     def _follow_adapters(self) -> None:
         loras: GroupLoras | None = getattr(self._context.group, "loras", None)

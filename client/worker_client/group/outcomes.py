@@ -396,6 +396,8 @@ class StepsInFlight:
         failure.lost |= self.slots.fail(step.output for step in steps)
         if self._state.needs_relink or any(step.resync for step in steps):
             failure.lost |= self.slots.drop_all()
+        if failed:  # nothing can be recomputed before the next step, which may depend on it
+            failure.lost |= self.slots.drop_stale()
         for future in failed:
             failure.settle(future)
             del self._futures[future.seq]

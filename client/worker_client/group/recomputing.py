@@ -1,40 +1,35 @@
 """Recomputes the KV of a group's running requests after new weights, in place: RecomputeRequests.
-The workers report their rows and tokens, so that no scheduler takes part."""
+The workers report their rows and tokens, so that no scheduler need take part."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from rpc_schema import lifecycle as lc
-from rpc_schema.adoption import MAX_ROW_TOKENS, AdoptRequests, AdoptRequestsReply
+from rpc_schema.adoption import AdoptRequests, AdoptRequestsReply
 from rpc_schema.errors import WorkerError
-from rpc_schema.extensions import extension_of
-from rpc_schema.kv_cache import NULL_BLOCK, BlockGroup, blocks_for, groups_of
-from rpc_schema.routed_experts import RoutedExpertsWanted
-from rpc_schema.weight_transfer import (
-    MAX_RECOMPUTED_BYTES,
-    RecomputeRequests,
-    RecomputeRequestsReply,
-)
+from rpc_schema.kv_cache import BlockGroup, groups_of
+from rpc_schema.weight_transfer import RecomputeRequests, RecomputeRequestsReply
 from worker_client.errors import DeadlineExceeded
 from worker_client.group.adoption import RankRow, read_page
 from worker_client.group.failure_state import ENDS_OWNERSHIP, Change, FailureState
 from worker_client.group.group_channel import OPERATION_TIMEOUT_S, GroupChannel
 from worker_client.group.outcomes import StepsInFlight
-from worker_client.parts.registry import pools
+from worker_client.group.recompute_plan import RowsMessage, RowsPlan, is_in_place
+from worker_client.group.waiting import Waiter
 from worker_client.scheduler_output import SchedulerOutput
-from worker_client.steps.lockstep import LockstepSlots
+from worker_client.steps.slots import SlotTable
 
 NOT_IN_PLACE: Final = "the weights were replaced, and the KV cannot be recomputed in place"
 
-_Columns: TypeAlias = tuple[int, int, int, int]
-"""A row of RecomputeRequests.rows."""
+ALL_TOKENS: Final = 1 << 62
+"""A budget that every recomputation fits into."""
 
 
 class Recomputed(NamedTuple):
-    """The work of a recomputation."""
+    """The work of a recomputation, so far."""
 
     num_tokens: int
     """Tokens whose KV was computed again, those of shared blocks once."""
@@ -46,50 +41,54 @@ class Recomputed(NamedTuple):
     """Requests that could not be recomputed in place."""
 
 
-class RowsMessage(NamedTuple):
-    """A RecomputeRequests to be."""
-
-    rows: list[_Columns]
-    token_ids: list[bytes]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens to be computed."""
-        return sum(end - first for _slot, first, end, _given in self.rows)
-
-
 class Recomputation:
-    """Recomputes the requests of a group. Belongs to the group's thread."""
+    """Recomputes the requests of a group, message by message; steps may be sent in between. The
+    slot table has the requests that wait (SlotTable.stale). Belongs to the group's thread."""
 
-    def __init__(self, channel: GroupChannel, steps: StepsInFlight, state: FailureState) -> None:
+    def __init__(
+        self, channel: GroupChannel, steps: StepsInFlight, state: FailureState, waiter: Waiter
+    ) -> None:
         self._channel = channel
         self._steps = steps
         self._state = state
+        self._waiter = waiter
+        self._plan: RowsPlan | None = None
+        self._budget = ALL_TOKENS
+        self.report: Recomputed | None = None
+        """The work of the last recomputation; None: there was none, or no row was left after a
+        failure."""
 
-    def run(self, planned: SchedulerOutput | None) -> Recomputed | None:
-        """Recompute the KV of all requests with a row; no step is in flight. Requests for which
-        that is not possible, or that `planned`, an unsent step, begins with KV of other weights,
-        are lost: the next step's failure names them. So are all if a rank fails, or if a step has
-        failed before; the result is then None.
+    @property
+    def is_open(self) -> bool:
+        """True from begin() on, until advance() has found that no request waits any more."""
+        return self._plan is not None
+
+    def begin(self, planned: SchedulerOutput | None, budget: int | None) -> None:
+        """Let all requests with a row wait for advance(); no step is in flight. Requests whose KV
+        cannot be computed in place, or that `planned`, an unsent step, begins with KV of other
+        weights, are lost: the next step's failure names them. So are all if a rank cannot report
+        its rows, or if a step has failed before. budget: most tokens of an advance(); None: all.
 
         Raises:
             WorkerDied: a daemon is dead.
             WorkerError: the lease is lost.
         """
-        slots = self._steps.slots
-        assert not isinstance(slots, LockstepSlots), "refused before the update"
+        self._plan = self.report = None
+        slots = self._slots
         if slots.must_resync:  # workers and scheduler may not know yet which rows are left
             self._steps.lose_rows(NOT_IN_PLACE)
-            return None
+            return
         new = () if planned is None else planned.scheduled_new_reqs
         lost = {request.req_id for request in new if request.num_computed_tokens}
-        if not len(slots):
-            self._lose(lost)
-            return Recomputed(0, 0, 0.0, frozenset(lost))
-        try:
-            rows = {row.row.req_id: row for row in self._read_rows()}
+        kept: list[RankRow] = []
+        groups: Sequence[BlockGroup] = ()
+        if len(slots):
+            try:
+                rows = {row.row.req_id: row for row in self._read_rows()}
+            except (WorkerError, DeadlineExceeded) as error:
+                self._fail(error)
+                return
             groups = self._groups()
-            kept = []
             for req_id in slots.req_ids:
                 found = rows.get(req_id)
                 waits = slots.awaits_sampling(req_id)
@@ -97,30 +96,68 @@ class Recomputation:
                     kept.append(found)
                 else:
                     lost.add(req_id)
-            kept.sort(key=lambda row: row.row.slot)
-            most = slots.limits.max_num_batched_tokens
-            replies = [self._send(each, most) for each in split_rows(plan_rows(kept, groups))]
-        except (WorkerError, DeadlineExceeded) as error:
-            if isinstance(error, ENDS_OWNERSHIP):
-                raise
-            if len(self._channel.daemons.ranks) > 1:  # others may wait for the one that failed
-                self._channel.abort_links(str(error))
-                self._state.apply(Change.LINK_BROKEN)
-            self._steps.lose_rows(f"{NOT_IN_PLACE}: {error}", cause=error)
-            return None
-        self._lose(lost)
-        if not lost:
-            slots.share_recomputed()
-        return Recomputed(
-            sum(of_ranks[0].num_tokens for of_ranks in replies),
-            sum(of_ranks[0].num_passes for of_ranks in replies),
-            sum(max(reply.seconds for reply in of_ranks) for of_ranks in replies),
-            frozenset(lost),
-        )
+        if lost:
+            self._steps.lose_rows(NOT_IN_PLACE, req_ids=lost)
+        slots.await_recompute(row.row.req_id for row in kept)
+        self._plan = RowsPlan(kept, groups)
+        self._budget = ALL_TOKENS if budget is None else budget
+        self.report = Recomputed(0, 0, 0.0, frozenset(lost))
 
-    def _lose(self, req_ids: set[str]) -> None:
-        if req_ids:
-            self._steps.lose_rows(NOT_IN_PLACE, req_ids=req_ids)
+    def advance(self) -> bool:
+        """Have the ranks recompute as many tokens as the budget allows, once the steps in flight
+        are over. Return True if no request waits any more, and all that run have KV of the present
+        weights. If a rank fails, all requests are lost.
+
+        Raises:
+            WorkerDied: a daemon is dead.
+            WorkerError: the lease is lost.
+            DrainingError, WeightsNotWhole: as execute_model does; nothing was sent.
+        """
+        self._channel.check_usable()
+        self._channel.check_serving()
+        self._waiter.wait_for_all()
+        slots, report = self._slots, self.report
+        if self._plan is None or report is None:
+            return False
+        message = self._plan.take(slots.stale, self._budget)
+        if not message.req_ids and not message.rows and slots.stale:
+            # A message before was interrupted: nobody knows which of its passes have run.
+            self._steps.lose_rows(NOT_IN_PLACE, req_ids=frozenset(slots.stale))
+        try:
+            replies = self._send(message, slots.limits.max_num_batched_tokens)
+        except (WorkerError, DeadlineExceeded) as error:
+            self._fail(error)
+            return False
+        slots.note_recomputed(message.req_ids)
+        if replies:
+            self.report = report._replace(
+                num_tokens=report.num_tokens + replies[0].num_tokens,
+                num_passes=report.num_passes + replies[0].num_passes,
+                seconds=report.seconds + max(reply.seconds for reply in replies),
+            )
+        if slots.stale:
+            return False
+        self._plan = None
+        if slots.must_resync:  # some were lost, and the scheduler may not know it yet
+            return False
+        slots.share_recomputed()
+        return True
+
+    @property
+    def _slots(self) -> SlotTable:
+        slots = self._steps.slots
+        assert isinstance(slots, SlotTable), "for replicas in lockstep, refused before the update"
+        return slots
+
+    def _fail(self, error: WorkerError | DeadlineExceeded) -> None:
+        """Lose all requests, and raise an error that ends the group."""
+        if isinstance(error, ENDS_OWNERSHIP):
+            raise error
+        self._plan = self.report = None
+        if len(self._channel.daemons.ranks) > 1:  # others may wait for the one that failed
+            self._channel.abort_links(str(error))
+            self._state.apply(Change.LINK_BROKEN)
+        self._steps.lose_rows(f"{NOT_IN_PLACE}: {error}", cause=error)
 
     def _read_rows(self) -> Iterator[RankRow]:
         """Yield the rows of the rank that has all tokens, page by page."""
@@ -145,74 +182,16 @@ class Recomputation:
 
     def _send(self, message: RowsMessage, most: int) -> list[RecomputeRequestsReply]:
         """Have all ranks recompute rows, in passes of at most `most` tokens."""
+        if not message.rows:
+            return []
         num_passes = -(-message.num_tokens // most)
-        rows = np.array(message.rows, "<i4").tobytes()
         return self._channel.ask(
             partial(
                 RecomputeRequests,
-                rows=rows,
+                rows=np.array(message.rows, "<i4").tobytes(),
                 token_ids=b"".join(message.token_ids),
                 max_num_tokens=most,
+                is_cut=message.is_cut,
             ),
             timeout_s=OPERATION_TIMEOUT_S + num_passes * self._channel.links.step_deadline_s,
         )
-
-
-def is_in_place(row: RankRow, groups: Sequence[BlockGroup], *, awaits_sampling: bool) -> bool:
-    """Return True if a row has all that its KV follows from: its tokens, and a block for each.
-    Windows may have passed some. A pooled output is made of all hidden states. Of a row that waits
-    for its sampling, drafts may be computed that nobody here knows."""
-    asks = extension_of(row.row.extensions, RoutedExpertsWanted) is not None
-    if asks and row.token_ids.size == row.row.num_admitted_tokens:
-        return False  # what it has reported of its prompt is of the old weights
-    is_known = not awaits_sampling or row.row.num_computed_tokens <= row.token_ids.size
-    if pools(row.row.extensions) or not is_known or row.token_ids.size >= MAX_ROW_TOKENS:
-        return False
-    end = _end(row)
-    return end > 0 and all(
-        len(own) >= blocks_for(end, group.block_size)
-        and (own[: blocks_for(end, group.block_size)] != NULL_BLOCK).all()
-        for own, group in zip(row.blocks_by_group, groups, strict=True)
-    )
-
-
-def _end(row: RankRow) -> int:
-    """Return the position behind the row's last computed token. Where tokens may be refused, the
-    row's count is an upper bound; a failed request has a last token of NO_TOKEN."""
-    known = row.token_ids.size
-    if known and row.token_ids[-1] < 0:
-        known -= 1
-    return min(row.row.num_computed_tokens, known)
-
-
-def plan_rows(
-    rows: Iterable[RankRow], groups: Sequence[BlockGroup]
-) -> Iterator[tuple[_Columns, bytes]]:
-    """Yield the columns and the further tokens of each row, slots ascending. A row begins behind
-    the full blocks that it shares with rows before it; one that shares all is left out."""
-    computed: list[set[int]] = [set() for _ in groups]
-    for row in rows:
-        end, num_prompt = _end(row), row.row.num_prompt_tokens
-        first = end
-        for own, group, there in zip(row.blocks_by_group, groups, computed, strict=True):
-            full = own[: end // group.block_size].tolist()
-            num_shared = next((i for i, each in enumerate(full) if each not in there), len(full))
-            first = min(first, num_shared * group.block_size)
-            there.update(full)
-        if first < end:
-            given = row.token_ids[num_prompt : max(num_prompt, end)]
-            yield (row.row.slot, first, end, given.size), given.astype("<i4").tobytes()
-
-
-def split_rows(rows: Iterable[tuple[_Columns, bytes]]) -> Iterator[RowsMessage]:
-    """Put rows into as few messages as their tokens fit into."""
-    message, size = RowsMessage([], []), 0
-    for columns, token_ids in rows:
-        if message.rows and size + len(token_ids) > MAX_RECOMPUTED_BYTES:
-            yield message
-            message, size = RowsMessage([], []), 0
-        message.rows.append(columns)
-        message.token_ids.append(token_ids)
-        size += len(token_ids)
-    if message.rows:
-        yield message

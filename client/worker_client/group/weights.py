@@ -3,7 +3,7 @@ whether the ranks' weights are complete, and of one model."""
 
 import contextlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
@@ -77,18 +77,32 @@ class GroupWeights:
         self.on_recomputed: Callable[[], None] | None = None
         """Called once the KV of all running requests is of the newest version. Otherwise like
         on_version."""
+        self.on_recomputing: Callable[[Collection[str]], None] | None = None
+        """Called with the requests that still wait to be recomputed, when these change other than
+        by steps. Otherwise like on_version."""
         self.planned: Callable[[], SchedulerOutput | None] | None = None
         """Returns the step that this driver has planned and not sent."""
-        self.recomputed: Recomputed | None = None
-        """The work of the last update or reload with `recompute`; None: there was none, or no row
-        was left to recompute after a failure."""
-        self._recomputation = Recomputation(channel, steps, state)
+        self._recomputation = Recomputation(channel, steps, state, waiter)
         self._keeps_rows = False
         """The latest update, open or not, keeps requests."""
         self._must_recompute = False
         """Requests that are kept are to be recomputed once the weights are complete."""
+        self._budget: int | None = None
+        """Most tokens that are then recomputed between two steps; None: all before the first."""
         self._adapter: tuple[GroupAdapter, RunningRequests] | None = None
         """The adapter that the open update is of, if it is of one."""
+
+    @property
+    def recomputed(self) -> Recomputed | None:
+        """The work of the last update or reload with `recompute`, so far; None: there was none, or
+        no row was left to recompute after a failure."""
+        return self._recomputation.report
+
+    @property
+    def is_recomputing(self) -> bool:
+        """True while requests are recomputed between steps, or will be once the weights are
+        complete: recompute_next() goes on with that."""
+        return self._recomputation.is_open or (self._must_recompute and self._budget is not None)
 
     def learn(self, statuses: Sequence[lc.Status]) -> None:
         """Note what the ranks hold: steps are refused unless all have complete weights of one
@@ -145,6 +159,7 @@ class GroupWeights:
         version: int | None = None,
         target: Target = "model",
         running: RunningRequests = "drop",
+        recompute_budget: int | None = None,
     ) -> None:
         """Open an update on every rank, once the steps in flight are over. No step can be sent
         until finish_update() or reload(). Cached prefixes belong to the old weights: `Driver` tells
@@ -166,14 +181,18 @@ class GroupWeights:
             (StepFailed.aborted_req_ids): `Driver` returns their outputs with the tokens so far. Of
             an adapter: those that use it, and its driver's scheduler does it, without a failure
             (AdaptingScheduler).
+        recompute_budget: with `recompute`: finish_update() computes nothing again. Instead, at most
+            so many tokens are recomputed before each step; requests can be stepped once their own
+            KV is complete. None: finish_update() recomputes all.
 
         Raises:
             ConfigError: the version is not larger than that of every rank, or the model cannot be
                 updated, or there is no such draft model or adapter; or requests cannot be
-                recomputed, since layers keep a state per request, or replicas are in lockstep.
-                Nothing has changed, but for
-                requests that are lost.
+                recomputed, since layers keep a state per request, or replicas are in lockstep; or
+                recompute_budget is not a positive number, or `running` is not `recompute`. Nothing
+                has changed, but for requests that are lost.
         """
+        _check_budget(recompute_budget, running, target)
         self._adapter = None
         if isinstance(target, GroupAdapter):
             self._start_adapter(self._loras.find(target), format, partial, version, running)
@@ -185,7 +204,7 @@ class GroupWeights:
         number = self._next_version(version, target)
         rows: wt.RunningRows = "drop"
         if target == "model":
-            rows = self._give_up("a weight update is open", running)
+            rows = self._give_up("a weight update is open", running, recompute_budget)
         else:
             self._waiter.wait_for_all()
         try:
@@ -200,7 +219,7 @@ class GroupWeights:
                 )
             )
         except WorkerError:
-            self.learn(self._statuses())  # if all ranks refuse, steps can run
+            self._learn_refused()
             raise
 
     def _start_adapter(
@@ -241,8 +260,8 @@ class GroupWeights:
         return self._channel.ask(partial(wt.UpdateWeights, **tensors._asdict(), source=source))
 
     def finish_update(self) -> list[wt.FinishWeightUpdateReply]:
-        """Close the update on every rank, and recompute requests if it was started so: steps can be
-        sent again.
+        """Close the update on every rank, and recompute requests if it was started so, without a
+        budget: steps can be sent again.
 
         Raises:
             ConfigError: tensors are missing; the update is still open.
@@ -273,10 +292,15 @@ class GroupWeights:
         return replies
 
     def reload(
-        self, model: str = "", *, version: int | None = None, running: RunningRequests = "drop"
+        self,
+        model: str = "",
+        *,
+        version: int | None = None,
+        running: RunningRequests = "drop",
+        recompute_budget: int | None = None,
     ) -> list[wt.ReloadWeightsReply]:
         """Read the weights again on every rank, in place, from `model` or from their previous
-        source. Completes dirty weights. version, running: as in start_update().
+        source. Completes dirty weights. version, running, recompute_budget: as in start_update().
 
         Raises:
             ConfigError: the directory lies outside the daemons' roots, or holds another
@@ -285,21 +309,45 @@ class GroupWeights:
                 recomputed, as in start_update().
             CheckpointError: a file is missing, truncated or not of this model.
         """
+        _check_budget(recompute_budget, running)
         self._check_recomputes(running)
         version = self._next_version(version)
         before = self._state.weights_cause
-        rows = self._give_up("reload_weights has failed on some rank", running)
+        cause = "reload_weights has failed on some rank"
+        rows = self._give_up(cause, running, recompute_budget)
         build = partial(wt.ReloadWeights, model=model, version=version, running=rows)
         try:
             replies = self._channel.ask(build)
         except WorkerError:
             self._state.apply(WeightsGone(before) if before else Change.WEIGHTS_FILLED)
             if not before:  # usually refused before the first byte
-                self.learn(self._statuses())
+                self._learn_refused()
             raise
         self.learn(self._statuses())
         self._recompute()
         return replies
+
+    def recompute_next(self) -> None:
+        """Recompute requests, as many tokens as the budget allows. `Driver` calls it before each
+        step while is_recomputing; execute_model() does for the requests of a step that wait. If a
+        rank fails, all requests are lost; if a step has failed, those that wait.
+
+        Raises: as WorkerGroup.execute_model does, but for InvalidSchedulerOutput.
+        """
+        are_of_one_version = self._recomputation.advance()
+        self._tell_waiting()
+        if are_of_one_version and self.on_recomputed is not None:
+            self.on_recomputed()
+
+    def recompute_for(self, output: SchedulerOutput) -> None:
+        """Recompute the requests that a step is to compute, and those before them, as
+        recompute_next() does."""
+        try:
+            scheduled = {*output.decode_req_ids, *output.num_scheduled_tokens}
+        except TypeError:  # it is malformed, and will be refused
+            return
+        while not scheduled.isdisjoint(self._steps.slots.stale):
+            self.recompute_next()
 
     def update_config(self, overrides: Mapping[str, str | int | bool]) -> None:
         """Change what the next reload() reads, on every rank: `model.model`, `model.seed`,
@@ -369,30 +417,45 @@ class GroupWeights:
             problem = "replicas in lockstep cannot recompute requests"
             raise config_error("running", running, problem, "use keep, drop or abort")
 
-    def _give_up(self, cause: str, running: RunningRequests) -> wt.RunningRows:
+    def _give_up(self, cause: str, running: RunningRequests, budget: int | None) -> wt.RunningRows:
         """Mark the weights incomplete, once no step is in flight, and drop all rows unless they are
         kept: no step may run on weights that are being replaced. Return what ranks do with the
         rows."""
         self._waiter.wait_for_all()
         self._keeps_rows = running in ("keep", "recompute")
         if self._keeps_rows:
-            self._must_recompute |= running == "recompute"
+            self._must_recompute |= running == "recompute" or bool(self._steps.slots.stale)
+            if running == "recompute":
+                self._budget = budget
         else:
             self._steps.lose_rows("the weights were replaced", aborts=running == "abort")
             self._must_recompute = False
+            self._tell_waiting()
         self._state.apply(given_up(cause))
         return "drop" if running == "abort" else running
 
+    def _learn_refused(self) -> None:
+        """Note what the ranks hold after they have refused an update. If all of them have, steps
+        can run, and requests go on as before."""
+        self.learn(self._statuses())
+        if not self._state.weights_cause:
+            self._must_recompute = False
+
     def _recompute(self) -> None:
-        """Recompute requests, if they wait for it and the weights are complete."""
+        """Recompute requests, or let them wait for it, if they are to be and the weights are
+        complete."""
         if not self._must_recompute or self._state.weights_cause:
             return
         self._must_recompute = False
         planned = None if self.planned is None else self.planned()
-        self.recomputed = None
-        done = self.recomputed = self._recomputation.run(planned)
-        if done is not None and not done.lost_req_ids and self.on_recomputed is not None:
-            self.on_recomputed()
+        self._recomputation.begin(planned, self._budget)
+        self._tell_waiting()
+        while self._budget is None and self._recomputation.is_open:
+            self.recompute_next()
+
+    def _tell_waiting(self) -> None:
+        if self.on_recomputing is not None:
+            self.on_recomputing(frozenset(self._steps.slots.stale))
 
     def _save(self, build: Callable[..., StepRequest[ReplyT]]) -> list[ReplyT]:
         """Have each rank write, and keep the files if all have succeeded; else remove them, as far
@@ -431,6 +494,18 @@ class GroupWeights:
 
     def _statuses(self) -> list[lc.Status]:
         return [client.get_status() for client in self._channel.daemons.clients]
+
+
+def _check_budget(budget: int | None, running: RunningRequests, target: Target = "model") -> None:
+    if budget is None:
+        return
+    if running != "recompute" or isinstance(target, GroupAdapter):
+        problem, fix = "no request is recomputed in place", "leave it out, or use recompute"
+        raise config_error("recompute_budget", budget, problem, fix)
+    if type(budget) is not int or budget < 1:
+        problem = "it is not a positive number of tokens"
+        fix = "give 1 or more, or None to recompute all requests at once"
+        raise config_error("recompute_budget", budget, problem, fix)
 
 
 def _next_number(known: Sequence[int], version: int | None) -> int:

@@ -26,6 +26,7 @@ from worker_client.scheduler.interface import PausingScheduler as PausingSchedul
 from worker_client.scheduler.interface import RecomputingScheduler as RecomputingScheduler
 from worker_client.scheduler.interface import SchedulerInterface as SchedulerInterface
 from worker_client.scheduler.interface import SchedulerLimits as SchedulerLimits
+from worker_client.scheduler.interface import SuspendingScheduler as SuspendingScheduler
 from worker_client.scheduler.interface import VersionedScheduler as VersionedScheduler
 from worker_client.scheduler.interface import scheduler_limits as scheduler_limits
 from worker_client.scheduler.reference import Scheduler as Scheduler

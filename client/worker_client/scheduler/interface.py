@@ -107,6 +107,17 @@ class RecomputingScheduler(VersionedScheduler, Protocol):
 
 
 @runtime_checkable
+class SuspendingScheduler(SchedulerInterface, Protocol):
+    """A scheduler that leaves requests out of steps until they are recomputed. With another one,
+    all requests of a step are recomputed before it."""
+
+    def await_recompute(self, req_ids: Collection[str]) -> None:
+        """Give no step with these running requests, which keep their blocks, nor let them jump
+        forward; let all others go on. Called again when fewer of them wait; unknown ids are
+        ignored. They may be preempted, or end, as any."""
+
+
+@runtime_checkable
 class AdaptingScheduler(SchedulerInterface, Protocol):
     """A scheduler of requests with adapters whose weights may be updated. With another one, such
     updates are refused."""

@@ -463,6 +463,8 @@ class Scheduler:
         count = 0 if request is None else request.num_jumped(token_ids)
         if request is None or not count or self._limits.keeps_state:
             return NO_JUMP
+        if req_id in self._queues.suspended:
+            return NO_JUMP
         if request.num_drafts_in_flight:  # how many of its tokens are computed is not known
             return NO_JUMP
         if count <= request.num_in_flight + self._num_drafts_of(request):
@@ -552,7 +554,7 @@ class Scheduler:
         if request.is_running:
             request.num_computed -= count
             if was_complete:
-                self._groups.join(request)
+                self._queues.decode(request)
 
     def use_weights(self, version: WeightsVersion) -> None:
         """Cache prefixes of this version alone from now on; see VersionedScheduler."""
@@ -563,6 +565,10 @@ class Scheduler:
     def share_recomputed(self) -> None:
         """Share the blocks of running requests, again; see RecomputingScheduler."""
         self._blocks.share_recomputed(self._queues.running.values())
+
+    def await_recompute(self, req_ids: Collection[str]) -> None:
+        """Leave requests out of steps; see SuspendingScheduler."""
+        self._queues.suspend(req_ids)
 
     def use_adapter(
         self, adapter: GroupAdapter, running: RunningRequests, num_in_flight: int

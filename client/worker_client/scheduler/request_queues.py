@@ -3,7 +3,7 @@
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeAlias
 
 from worker_client.errors import RequestError
@@ -31,8 +31,8 @@ def _place(request: Request) -> tuple[Any, int]:
 
 class RequestQueues:
     """Waiting requests in order of urgency, and running ones in order of admission. A running
-    request is in one of three places: `prefilling`, a decode group, or neither, while its last
-    token is being sampled. Others may read the collections; only the methods change them."""
+    request is in one of four places: `prefilling`, a decode group, `suspended`, or none, while its
+    last token is being sampled. Others may read the collections; only the methods change them."""
 
     def __init__(
         self,
@@ -45,6 +45,8 @@ class RequestQueues:
         self.waiting: deque[Request] = deque()
         self.running: dict[str, Request] = {}
         self.prefilling: dict[str, Request] = {}
+        self.suspended: dict[str, bool] = {}
+        """Running requests that take part in no step, by id; True: they were in `prefilling`."""
         self._behind: dict[str, list[Request]] = {}
         """Requests that wait behind another one's prompt, by its id."""
         self._held: dict[str, Request] = {}
@@ -133,8 +135,26 @@ class RequestQueues:
     def end_prefill(self, request: Request) -> None:
         """Let a request decode, unless its last token is being sampled."""
         del self.prefilling[request.id]
-        if request.num_tokens < request.limit:
+        self.decode(request)
+
+    def decode(self, request: Request) -> None:
+        """Let a running request decode, unless its last token is being sampled. If it is suspended,
+        it does so later."""
+        if request.num_tokens < request.limit and request.id not in self.suspended:
             self._groups.join(request)
+
+    def suspend(self, req_ids: Collection[str]) -> None:
+        """Take these running requests out of steps, and let those go on that were before."""
+        for req_id in [each for each in self.suspended if each not in req_ids]:
+            request = self.running[req_id]
+            if self.suspended.pop(req_id):
+                self.prefilling[req_id] = request
+            else:
+                self.decode(request)
+        for req_id in req_ids:
+            if req_id in self.running and req_id not in self.suspended:
+                self._groups.leave(self.running[req_id])
+                self.suspended[req_id] = self.prefilling.pop(req_id, None) is not None
 
     def jump(self, request: Request) -> None:
         """Let a request that has jumped forward be admitted again by its next step, if it runs. It
@@ -177,6 +197,7 @@ class RequestQueues:
     def _stop(self, request: Request) -> None:
         self._groups.leave(request)
         self.prefilling.pop(request.id, None)
+        self.suspended.pop(request.id, None)
         del self.running[request.id]
         self._blocks.release(request)
         request.admission = -1

@@ -129,11 +129,14 @@ def _add_weights(router: APIRouter, context: ServiceContext, admin: "_Admin") ->
         path: str = fields.take("path", str, "")
         version: int | None = fields.take("version", Version, None)
         running: str | None = fields.take("running", str, None)
-        fields.check_empty(("path", "version", "running"))
+        budget: int | None = fields.take("recompute_budget", int, None)
+        fields.check_empty(("path", "version", "running", "recompute_budget"))
         kept = None if running is None else _running(running)
 
         def reload(driver: Driver) -> JsonObject:
-            driver.group.weights.reload(path, version=version, running=kept or "drop")
+            driver.group.weights.reload(
+                path, version=version, running=kept or "drop", recompute_budget=budget
+            )
             found = driver.group.weights.version
             return {"version": None if found is None else found.number}
 

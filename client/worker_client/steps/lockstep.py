@@ -70,6 +70,15 @@ class LockstepSlots:
         """Ids of the requests that have a slot."""
         return [req_id for table in self._tables for req_id in table.req_ids]
 
+    @property
+    def stale(self) -> Collection[str]:
+        """Requests that wait to be recomputed: replicas in lockstep recompute none."""
+        return ()
+
+    def drop_stale(self) -> frozenset[str]:
+        """Return no ids; see SlotTable."""
+        return frozenset()
+
     def encode(self, output: SchedulerOutput, *, epoch: int, link: int, seq: int) -> LockstepStep:
         """Encode a LockstepOutput. Raises as SlotTable.encode does; no table has changed then."""
         parts = self._parts_of(output)

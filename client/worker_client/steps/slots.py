@@ -117,6 +117,7 @@ class SlotTable:
         self._steady_drafts: list[SteadyDrafts] = []
         """The rows of the last steps that only decode, with drafts; a row is in one of them."""
         self._must_resync = False
+        self._stale: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -142,6 +143,11 @@ class SlotTable:
     def must_resync(self) -> bool:
         """True if the next step is sent in full: the workers may have other rows than these."""
         return self._must_resync
+
+    @property
+    def stale(self) -> Collection[str]:
+        """Requests with KV of weights that were replaced, which wait until it is recomputed."""
+        return self._stale
 
     def awaits_sampling(self, req_id: str) -> bool:
         """Return True if the last token of a request with a slot waits to be sampled."""
@@ -367,6 +373,10 @@ class SlotTable:
         self._must_resync = True
         return frozenset(dropped)
 
+    def drop_stale(self) -> frozenset[str]:
+        """Drop the requests that wait to be recomputed, if there are any. Return their ids."""
+        return self.drop(self._stale) if self._stale else frozenset()
+
     def lose_contents(self) -> None:
         """Record that the workers' KV cache has lost its contents: requests cannot begin with
         blocks that were filled before."""
@@ -379,6 +389,15 @@ class SlotTable:
         self._flush()
         new = () if planned is None else planned.scheduled_new_reqs
         self._blocks.leave_weights(frozenset(request.req_id for request in new))
+
+    def await_recompute(self, req_ids: Iterable[str]) -> None:
+        """Record that these requests, as far as they have slots, wait until their KV is recomputed,
+        and no others."""
+        self._stale = {req_id for req_id in req_ids if req_id in self._slot_of}
+
+    def note_recomputed(self, req_ids: Iterable[str]) -> None:
+        """Record that the present weights have computed the KV of these requests."""
+        self._stale.difference_update(req_ids)
 
     def share_recomputed(self) -> None:
         """Record that the present weights have computed the KV of all rows: requests may begin with
@@ -816,6 +835,7 @@ class SlotTable:
         if not req_ids:
             return
         slots = [self._slot_of.pop(req_id) for req_id in req_ids]
+        self._stale.difference_update(req_ids)
         if not self._reporting.keys().isdisjoint(req_ids):
             gone = set(req_ids)
             self._reporting = {k: v for k, v in self._reporting.items() if k not in gone}

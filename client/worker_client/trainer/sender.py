@@ -129,6 +129,7 @@ class WeightSender:
         version: int | None = None,
         target: Target = "model",
         running: RunningRequests = "drop",
+        recompute_budget: int | None = None,
     ) -> SendReport:
         """Replace the weights of every rank, as one complete update; see GroupWeights.start_update.
 
@@ -137,7 +138,7 @@ class WeightSender:
         sent. A SparseDelta changes elements of a tensor; it needs `partial`. A sequence of
         TensorPiece is a tensor in pieces. packed_bytes: size of the buffers that small tensors
         share; 0 sends each by itself.
-        version, target, running: as GroupWeights.start_update takes them.
+        version, target, running, recompute_budget: as GroupWeights.start_update takes them.
 
         Raises:
             ConfigError: the model has no such tensors, or some are missing, or the version is
@@ -152,7 +153,12 @@ class WeightSender:
         if not self._has_engine:
             self.connect()
         self._group.weights.start_update(
-            format, partial=partial, version=version, target=target, running=running
+            format,
+            partial=partial,
+            version=version,
+            target=target,
+            running=running,
+            recompute_budget=recompute_budget,
         )
         try:
             sent = [entry.values for entry in entries]
@@ -178,6 +184,7 @@ class WeightSender:
         packed_bytes: int = PACKED_BYTES,
         version: int | None = None,
         running: RunningRequests = "drop",
+        recompute_budget: int | None = None,
     ) -> SendReport:
         """Replace the weights of every rank, but send only what differs from the last
         send_changes(): single elements, or whole tensors where that takes fewer bytes. The first
@@ -199,6 +206,7 @@ class WeightSender:
             packed_bytes=packed_bytes,
             version=version,
             running=running,
+            recompute_budget=recompute_budget,
         )
         self._sent.record(changes)
         self._sent_version = self._group.weights.version

@@ -370,13 +370,14 @@ class ShardSender:
         version: int | None = None,
         target: Target = "model",
         running: RunningRequests = "drop",
+        recompute_budget: int | None = None,
     ) -> SendReport:
         """Replace the weights of every rank of the group, as one complete update.
 
         shards: what this rank has. Of a tensor or piece that several ranks have, one sends it; all
         ranks' pieces together are the whole tensor, without overlaps. packed_bytes: most bytes that
-        a rank sends at a time. format, partial, version, target, running: rank 0's count, as
-        GroupWeights.start_update takes them.
+        a rank sends at a time. format, partial, version, target, running, recompute_budget: rank
+        0's count, as GroupWeights.start_update takes them.
 
         Raises:
             ConfigError: on rank 0, as WeightSender.send does.
@@ -395,7 +396,9 @@ class ShardSender:
         assert channel is not None, "it is open"
         try:
             if self._group is not None:
-                options = _UpdateOptions(format, partial, version, target, running)
+                options = _UpdateOptions(
+                    format, partial, version, target, running, recompute_budget
+                )
                 return self._update(self._group, channel, own, packed_bytes, options)
             tensors = channel.gather([each.sent for each in own], self._round)
             channel.send(tensors, _by_place(own), packed_bytes=packed_bytes, round=self._round)
@@ -421,6 +424,7 @@ class ShardSender:
                 version=options.version,
                 target=options.target,
                 running=options.running,
+                recompute_budget=options.recompute_budget,
             )
             replies = self._send_beside(group, channel, tensors, own, packed_bytes)
             finished = group.weights.finish_update()
@@ -513,6 +517,7 @@ class _UpdateOptions(NamedTuple):
     version: int | None
     target: Target
     running: RunningRequests
+    recompute_budget: int | None
 
 
 def _entries(shards: Shards, rank: int) -> list[_Own]:

@@ -94,6 +94,54 @@ def test_every_request_gets_its_tokens(fakes, connect, pp, num_blocks):
     assert not daemons.daemons[-1].rows  # the others may be a step behind
 
 
+class Suspending(Scheduler):
+    """Suspends its running requests at random, as while they are recomputed."""
+
+    def __init__(self, limits, rng):
+        super().__init__(limits)
+        self.rng, self.suspended, self.num_suspended = rng, set(), 0
+
+    def schedule(self):
+        running = sorted(self._queues.running)
+        if self.rng.random() < 0.3:
+            self.suspended = {each for each in running if self.rng.random() < 0.5}
+            self.num_suspended += len(self.suspended)
+            self.await_recompute(self.suspended | {"unknown"})
+        for req_id in self.suspended:
+            assert self.jump_forward(req_id, [5, 6, 7, 8, 9]) == NO_JUMP
+        step = super().schedule()
+        if step is None and not self._in_flight:
+            self.suspended.clear()
+            self.await_recompute(())
+            step = super().schedule()
+        if step is not None:
+            admitted = {new.req_id for new in step.scheduled_new_reqs}
+            scheduled = {*step.decode_req_ids, *step.num_scheduled_tokens} - admitted
+            assert scheduled.isdisjoint(self.suspended)
+            self.suspended -= {*step.preempted_req_ids, *step.finished_req_ids}
+        return step
+
+
+@pytest.mark.parametrize(("pp", "num_blocks"), [(1, 34), (2, 34), (3, 200)])
+def test_suspended_requests_are_left_out_and_go_on(fakes, connect, pp, num_blocks):
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    group = connect(fakes(pp), pp)
+    group.attach()
+    group.prepare(worker_config(pp, max_model_len=128), num_gpu_blocks=num_blocks)
+    limits = make_limits(num_blocks=num_blocks, pipeline_parallel_size=pp)
+    driver = Driver(group, scheduler := Suspending(limits, rng))
+    requests = random_requests(rng, 40)
+    for request in requests:
+        driver.add_request(request)
+    outputs = {output.req_id: output for output in driver.run()}
+    assert driver.num_failures == 0 and scheduler.num_suspended > 40
+    for request in requests:
+        assert outputs[request.id].token_ids == expected(request)
+    assert scheduler.num_free_blocks == num_blocks - 1
+
+
 POISON = frozenset(range(100, 120))
 """2 % of the vocabulary."""
 
