@@ -1,5 +1,6 @@
 """vLLM's pause, weight-transfer and resume endpoints before daemons: requests go on with the same
-tokens as a loop over transformers' models that changes the weights in between."""
+tokens as a loop over transformers' models that changes the weights in between, with or without the
+KV that there was."""
 
 import concurrent.futures
 import random
@@ -34,6 +35,16 @@ def server(model_root, models):
     with (
         start_daemons(1, model_root) as daemons,
         serving(daemons.endpoints, models[0].path, model_root) as server,
+    ):
+        yield server
+
+
+@pytest.fixture(scope="module")
+def recomputing_server(model_root, models):
+    settings = {"running_requests": "recompute"}
+    with (
+        start_daemons(1, model_root) as daemons,
+        serving(daemons.endpoints, models[0].path, model_root, settings=settings) as server,
     ):
         yield server
 
@@ -82,6 +93,17 @@ def update(server, model):
 def test_requests_go_on_with_new_weights(server, models, paused):
     """Paused with their KV, paused without, and held by the update itself. Requests that come
     later share no prefix with earlier ones: they have the tokens of the new weights alone."""
+    go_on(server, models, paused, keeps_kv=paused != "clear_cache=true")
+
+
+@pytest.mark.parametrize("paused", ["clear_cache=false", ""])
+def test_requests_go_on_with_kv_of_new_weights(recomputing_server, models, paused):
+    go_on(recomputing_server, models, paused, keeps_kv=False)
+
+
+def go_on(server, models, paused, *, keeps_kv):
+    """Update the weights while requests run, and check all tokens. paused: the query of a pause;
+    empty: there is none."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -126,7 +148,6 @@ def test_requests_go_on_with_new_weights(server, models, paused):
             posted(server, "/finish_weight_update")
         for each in running:
             each.result()
-    keeps_kv = paused != "clear_cache=true"
     for prompt, own, count, other in zip(prompts, gained, before, late, strict=True):
         runs = [(old, count), (new, MAX_TOKENS - count)]
         check(runs, prompt, own, keeps_kv=keeps_kv)

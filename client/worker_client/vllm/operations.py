@@ -179,9 +179,9 @@ class Operations:
 
     def _start_weight_update(self) -> list[None]:
         """Open a complete update in the checkpoint's format. Running requests are held until it is
-        complete, and go on with the KV that they have."""
+        complete, and go on with the KV that they have, or are recomputed by its end."""
         self._flush()
-        self._group.weights.start_update(running="keep")
+        self._group.weights.start_update(running=self._workers.settings.running_requests)
         self._changes.is_open = True
         return [None]
 

@@ -4,7 +4,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -58,6 +58,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """None: the daemons' default."""
     suffix_lookup: bool = False
     """Look drafts of vLLM's method ngram up in the outputs of earlier requests, too."""
+    running_requests: Literal["keep", "recompute"] = "keep"
+    """Running requests go on after a weight update with the KV that they have, or with KV of the
+    new weights (GroupWeights.start_update)."""
 
     @property
     def lease(self) -> LeaseTerms:

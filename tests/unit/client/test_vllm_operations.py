@@ -10,6 +10,7 @@ from rpc_schema import weight_transfer as wt
 from rpc_schema.config import RendezvousAddress
 from worker_client.errors import ClientConfigError
 from worker_client.vllm.operations import Operations
+from worker_client.vllm.settings import Settings
 from worker_client.vllm.weight_changes import WeightChanges
 
 SECRET = secrets.token_bytes(32)
@@ -41,8 +42,13 @@ def weights():
 
 
 @pytest.fixture
-def operations(weights):
-    workers = SimpleNamespace(group=SimpleNamespace(weights=weights))
+def settings():
+    return Settings()
+
+
+@pytest.fixture
+def operations(weights, settings):
+    workers = SimpleNamespace(group=SimpleNamespace(weights=weights), settings=settings)
     changes = WeightChanges()
     made = Operations(workers, None, lambda: None, changes, pools=False)
     made.changes = changes
@@ -95,3 +101,9 @@ def test_requests_are_held_by_an_update_of_the_model_alone(operations, weights):
     operations.run("finish_weight_update")
     kept, draft = {"running": "keep"}, {"target": "draft_model"}
     assert weights.asked == [kept, "finish", draft, "finish"]
+
+
+@pytest.mark.parametrize("settings", [Settings(running_requests="recompute")])
+def test_requests_are_recomputed_if_the_settings_say_so(operations, weights):
+    operations.run("start_weight_update")
+    assert weights.asked == [{"running": "recompute"}]

@@ -35,6 +35,7 @@ def test_without_a_section_all_have_their_defaults(additional_config):
         ({"reload": "yes"}, "reload"),
         ({"wait_s": "1"}, "wait_s"),
         ({"logits_processors": "a"}, "logits_processors"),
+        ({"running_requests": "drop"}, "running_requests"),
         ([], "array"),
         (None, "null"),
     ],
