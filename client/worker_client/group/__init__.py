@@ -8,6 +8,6 @@ loading.py          loads models; load_chain.py, kv_planning.py: its phases
 replacement.py      replaces a lost rank; resending.py, sent_steps.py: steps that are sent again
 adoption.py         requests that an earlier driver has left running
 
-What `WorkerGroup` has by name: weights.py (with weights_state.py, running.py), memory.py, loras.py,
-uploads.py, prefixes.py, profiling.py.
+What `WorkerGroup` has by name: weights.py (with weights_state.py, running.py, recomputing.py,
+recompute_plan.py), memory.py, loras.py, uploads.py, prefixes.py, profiling.py.
 """

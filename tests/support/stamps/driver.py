@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from safetensors.torch import load_file
@@ -242,15 +242,17 @@ class Serving:
         known = [each.weights.version for each in self.group.get_status() if each.weights]
         version = next_version(max([self._version, *known]), self.rng)
         model, weights = Path(self.life.models[model_of(version)]), self.group.weights
+        budget = self.case.budget if update.running == "recompute" else None
+        how: dict[str, Any] = {"running": update.running, "recompute_budget": budget}
         if update.way == "gloo":
             with WeightSender(self.group, "gloo", timeout_s=TIMEOUT_S) as sender:
                 tensors = load_file(model / "model.safetensors")
-                sender.send(tensors, version=version, running=update.running)
+                sender.send(tensors, version=version, **how)
         elif update.way == "files":
-            weights.reload(str(model), version=version, running=update.running)
+            weights.reload(str(model), version=version, **how)
         else:
             weights.init_transfer_engine(DiskEngine())
-            weights.start_update(version=version, running=update.running)
+            weights.start_update(version=version, **how)
             weights.update(TensorList(), DiskSource(model=str(model)))
             weights.finish_update()
         entry = Entry("version", number=version, model=model_of(version), running=update.running)

@@ -50,6 +50,8 @@ class Case(NamedTuple):
     targets: tuple[Target, ...] = ("model",)
     """What is updated, drawn likewise."""
     grammars: bool = False
+    budget: int | None = None
+    """Tokens that are recomputed between two steps, of updates that recompute."""
     is_exact: bool = True
     """The reference computes the same."""
 
@@ -69,6 +71,9 @@ CASES: Mapping[str, Case] = {
         is_exact=False,
     ),
     "recomputed": Case("Qwen3ForCausalLM", 2, 1, ("recompute",), lora=True, grammars=True),
+    "budget": Case(
+        *("LlamaForCausalLM", 2, 1, ("recompute",)), drafts="ngram", grammars=True, budget=20
+    ),
     "recomputed windows": Case(
         *("MistralForCausalLM", 1, 2, ("recompute",)), options={"sliding_window": 10}
     ),
