@@ -79,7 +79,7 @@ class Guessing(Scheduler):
                     token if self.rng.random() < 0.8 else self.rng.randrange(VOCAB_SIZE)
                     for token in right
                 ]
-                request.expected = ExpectedDrafts(guesses, first=len(request.tokens))
+                request.drafts.expected = ExpectedDrafts(guesses, first=len(request.tokens))
         return super().schedule()
 
     def expect_tokens(self, req_id, token_ids, num_forced):

@@ -4,10 +4,9 @@ interface.py       the calls of a driver to a scheduler, and the values that the
 reference.py       Scheduler: takes the calls, commits steps, processes their results
 planning.py        decides a step: decodes, prefill chunks, preemption, admission
 step_budget.py     bounds the prompt tokens of a step by a target for inter-token latency
-request_queues.py  waiting and running requests
-decode_groups.py   requests that decode together, so that stages work on different ones
-request.py         one request: its counts, its end, its start or adoption
-experts_record.py  experts of a request's tokens
+request_queues.py  waiting and running requests; decode_groups.py: those that decode together
+request.py         one request; new_requests.py starts it, admissions.py admits it on the workers
+reported.py, experts_record.py, weights_history.py  what a request keeps besides its tokens
 request_blocks.py  blocks held by requests, and the prefix cache; built on block_pool.py
 adapter_versions.py  weights of LoRA adapters, which updates change
 """

@@ -35,8 +35,8 @@ class AdapterVersions:
 
     def begin(self, request: Request) -> None:
         """Note the present weights of a new request's adapter, if it has one."""
-        request.adapter_version = self.present_of(request)
-        if request.adapter_version is not None:
+        request.weights.adapter_version = self.present_of(request)
+        if request.weights.adapter_version is not None:
             self._set_root(request)
 
     def adopt(self, request: Request) -> None:
@@ -49,8 +49,8 @@ class AdapterVersions:
             return
         self._set_root(request)
         present = self._present.get(version)
-        if present is not None and present.weights_version != request.adapter_version:
-            request.adapter_version = None
+        if present is not None and present.weights_version != request.weights.adapter_version:
+            request.weights.adapter_version = None
             request.blocks.is_mixed = True
 
     def present_of(self, request: Request) -> int | None:
@@ -78,10 +78,10 @@ class AdapterVersions:
         for request in users:
             request.blocks.hashes.clear()
             self._set_root(request)
-            if request.adapter_version != adapter.weights_version:
+            if request.weights.adapter_version != adapter.weights_version:
                 request.blocks.is_mixed |= request.is_running
                 if not first_step:  # it was adopted, and nobody knows when its weights changed
-                    request.forget_adapter_versions()
+                    request.weights.forget_adapter_versions()
         self.changes.append(_AdapterChange(first_step, adapter.version, adapter.weights_version))
         return users
 
@@ -94,7 +94,7 @@ class AdapterVersions:
             for request in requests:
                 if _version_of(request) == change.version:
                     request.stamp(sampled_by)
-                    request.adapter_version = change.weights_version
+                    request.weights.adapter_version = change.weights_version
 
     def _set_root(self, request: Request) -> None:
         present = self._present.get(_version_of(request))

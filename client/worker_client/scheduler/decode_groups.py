@@ -97,7 +97,7 @@ class DecodeGroups:
                 request = decodes[req_id]
                 request.num_computed += count
                 request.num_tokens += count
-                request.num_drafts_in_flight += count
+                request.drafts.num_in_flight += count
         else:
             is_whole = len(decodes) == len(self._groups[index])
             decoded = DecodedRequests((self._ids[index] if is_whole else None) or tuple(decodes))

@@ -43,7 +43,7 @@ class _Batch:
     def __init__(self, requests: list[Request], before: "_Batch | None") -> None:
         """before: the batch of the step before."""
         self.requests = requests
-        self.rows = np.array([own.draft_row for own in requests], np.int64)
+        self.rows = np.array([own.drafts.row for own in requests], np.int64)
         """Row of each request in Acceptance."""
         self.on_device = np.array([own.traits.may_draft for own in requests], np.bool_)
         self.drafted = [own for own in requests if own.traits.may_draft]
@@ -99,7 +99,7 @@ class _Drafts(NamedTuple):
 
 class DraftLengths:
     """Chooses the drafts of each step, and learns from the steps' outcomes. Belongs to the
-    scheduler; Request.draft_row is its own."""
+    scheduler; RequestDrafts.row is its own."""
 
     def __init__(
         self,
@@ -140,7 +140,10 @@ class DraftLengths:
         batch = self._batches.get(group)
         if batch is None or batch.requests != requests:
             batch = self._batches[group] = self._begin(list(requests), batch)
-        if not (batch.drafted or any(own.num_expected for own in batch.guessed)):
+        if not (
+            batch.drafted
+            or any(own.drafts.expected.count_from(own.num_tokens) for own in batch.guessed)
+        ):
             return {}
         self._num_steps += 1
         self._num_priced += self._costs.has_slope
@@ -175,25 +178,25 @@ class DraftLengths:
 
     def learn(self, outcomes: Sequence[tuple[Request, DraftOutcome]]) -> None:
         """Take the outcomes of requests' drafts into account, without those that were certain."""
-        known = [(own.draft_row, outcome) for own, outcome in outcomes if own.draft_row >= 0]
+        known = [(own.drafts.row, outcome) for own, outcome in outcomes if own.drafts.row >= 0]
         self._acceptance.note(known)
 
     def forget(self, request: Request) -> None:
         """Note that a request has ended."""
-        if request.draft_row >= 0:
+        if request.drafts.row >= 0:
             for batch in self._batches.values():
-                if request.draft_row in batch.rows:
+                if request.drafts.row in batch.rows:
                     batch.leave()
-            self._acceptance.end(request.draft_row)
-            request.draft_row = -1
+            self._acceptance.end(request.drafts.row)
+            request.drafts.row = -1
 
     def _begin(self, requests: list[Request], before: _Batch | None) -> _Batch:
         """Return the batch of these requests, after another one of their group."""
         for request in requests:
-            if request.draft_row < 0:
+            if request.drafts.row < 0:
                 source = Source.DEVICE if request.traits.may_draft else Source.DRIVER
-                request.draft_row = self._acceptance.begin(source)
-                self._payoffs.begin(request.draft_row)
+                request.drafts.row = self._acceptance.begin(source)
+                self._payoffs.begin(request.drafts.row)
         batch = _Batch(requests, before)
         if batch.age >= 0:
             batch.choose_by_price(self._chances(batch))
@@ -280,7 +283,7 @@ class DraftLengths:
         room = np.array([own.most_drafts for own in batch.requests]).clip(0, self._most)
         certain = np.zeros(room.size, np.int64)
         if batch.guessed:
-            certain = np.minimum([own.num_certain for own in batch.requests], room)
+            certain = np.minimum([_num_certain(own) for own in batch.requests], room)
             chances = chances.copy()
             for place in np.flatnonzero(certain).tolist():
                 num = int(certain[place])
@@ -341,7 +344,7 @@ class DraftLengths:
         for own, num_guesses in zip(batch.guessed, wanted, strict=True):
             room = min(self._most, own.most_drafts)
             if room > 0:
-                certain = own.num_certain if batch.price <= 1.0 else 0
+                certain = _num_certain(own) if batch.price <= 1.0 else 0
                 counts[own.id] = min(room, certain + num_guesses)
         return {req_id: count for req_id, count in counts.items() if count}
 
@@ -368,8 +371,13 @@ class DraftLengths:
                 continue  # a request is not to blame where nobody has any
             for place in uses[self._payoffs.note(batch.rows[uses], has[uses], num_steps)].tolist():
                 request = batch.requests[place]
-                first_rate = self._acceptance.own_first_rate(request.draft_row)
+                first_rate = self._acceptance.own_first_rate(request.drafts.row)
                 self._on_change(DraftingChange(request.id, bool(has[place]), first_rate))
+
+
+def _num_certain(request: Request) -> int:
+    """Return how many drafts of a request's next step are certain, the first ones."""
+    return request.drafts.expected.count_forced_from(request.num_tokens)
 
 
 def _by_id(requests: Sequence[Request], counts: Int64s) -> dict[str, int]:

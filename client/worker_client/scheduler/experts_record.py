@@ -28,9 +28,15 @@ class ExpertsRecord:
         """Leading positions whose experts are of a later pass than the one behind which the next
         token was sampled: another driver has begun the request."""
 
+    def num_known_of(self, count: int) -> int:
+        """Return how many of the first `count` positions are known."""
+        return min(self.num_known, count)
+
     def take(self, chunks: Sequence[ExpertsChunk], num_settled: int) -> None:
-        """Note the chunks of a step, but for the first num_settled positions, which are known. A
-        chunk behind a gap is dropped: it is of a row that was given up."""
+        """Note the chunks of a step, but for what is known of the first num_settled positions,
+        which stay as they are. A chunk behind a gap is dropped: it is of a row that was given
+        up."""
+        num_settled = self.num_known_of(num_settled)
         for first, experts in chunks:
             if first > self.num_known:
                 continue
@@ -40,9 +46,9 @@ class ExpertsRecord:
                 self.num_known = max(self.num_known, end)
 
     def first(self, count: int) -> Experts | None:
-        """Return those of the first `count` positions, which are known: a view, [P, L, K]; None
-        before anything was reported."""
-        return None if self._experts is None else self._experts[:count]
+        """Return those of the first `count` positions, as far as they are known: a view, [P, L, K];
+        None before anything was reported."""
+        return None if self._experts is None else self._experts[: self.num_known_of(count)]
 
     def _room(self, end: int, like: Experts) -> Experts:
         experts = self._experts

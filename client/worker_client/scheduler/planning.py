@@ -6,6 +6,7 @@ from itertools import chain, islice
 
 from rpc_schema.pooling import MAX_POOLED_BYTES
 from worker_client.parts.registry import may_start
+from worker_client.scheduler.admissions import most_admission_bytes
 from worker_client.scheduler.decode_groups import DecodeGroups
 from worker_client.scheduler.draft_lengths import DraftLengths
 from worker_client.scheduler.interface import SchedulerLimits
@@ -119,9 +120,9 @@ class Step:
         if not self._queues.num_guided:
             return NONE_BROUGHT
         return {
-            req_id: self.decodes[req_id].take_drafts(count)
+            req_id: request.drafts.take(request.num_tokens, count)
             for req_id, count in self.drafts.items()
-            if not self.decodes[req_id].traits.may_draft
+            if not (request := self.decodes[req_id]).traits.may_draft
         }
 
     def load(self) -> StepLoad:
@@ -345,20 +346,21 @@ class Step:
     def _num_bytes(self, request: Request) -> int:
         num_tokens = len(request.tokens) + self._limits.num_lookahead_tokens
         num_tokens = max(len(request.tokens), min(num_tokens, request.most_computed))
-        return request.admission_bytes(num_tokens, self._limits.block_groups)
+        return most_admission_bytes(request, num_tokens, self._limits.block_groups)
 
     def _fits_experts(self, request: Request, num_cached: int) -> bool:
         """Return True if the step's reply has room for the experts of a request's cached tokens, as
         far as they are not known. One request's always fit (Request.most_cached)."""
         if request.experts is None:
             return True
-        count = max(0, num_cached - request.num_known_experts)
+        num_known = request.experts.num_known_of(len(request.tokens) - 1)
+        count = max(0, num_cached - num_known)
         return self._num_cached_experts + count <= self._limits.max_cached_experts
 
     def _add_admission(self, request: Request, num_bytes: int) -> None:
         if request.experts is not None:
-            count = request.num_computed - request.num_known_experts
-            self._num_cached_experts += max(0, count)
+            num_known = request.experts.num_known_of(len(request.tokens) - 1)
+            self._num_cached_experts += max(0, request.num_computed - num_known)
         self.new.append(request)
         self._num_admitted_tokens += len(request.tokens)
         self._num_admitted_bytes += num_bytes

@@ -30,23 +30,21 @@ from worker_client.requests import (
     sample_id,
 )
 from worker_client.scheduler.adapter_versions import AdapterVersions
+from worker_client.scheduler.admissions import admit
 from worker_client.scheduler.decode_groups import DecodeGroups
 from worker_client.scheduler.draft_lengths import DraftLengths
 from worker_client.scheduler.drafting.expected_drafts import NO_DRAFTS_EXPECTED
 from worker_client.scheduler.drafting.payoffs import OnDraftingChange, log_change
+from worker_client.scheduler.drafting.request_drafts import NO_DRAFTS
 from worker_client.scheduler.interface import (
     NO_JUMP,
     Jump,
     SchedulerLimits,
 )
+from worker_client.scheduler.new_requests import adopted_request, new_request
 from worker_client.scheduler.planning import Step
-from worker_client.scheduler.request import (
-    NO_DRAFTS,
-    Reported,
-    Request,
-    adopted_request,
-    new_request,
-)
+from worker_client.scheduler.reported import Reported
+from worker_client.scheduler.request import Request
 from worker_client.scheduler.request_blocks import CachedChanges, RequestBlocks
 from worker_client.scheduler.request_queues import RequestQueues, Urgency, by_priority
 from worker_client.scheduler.step_budget import Clock, StepBudget
@@ -218,7 +216,9 @@ class Scheduler:
         request = self._queues.unfinished.get(req_id)
         if request is None:
             return []
-        end = request.num_reported if request.is_tracing else None
+        reported, end = request.reported, None
+        if reported is not None and reported.is_tracing:
+            end = reported.num_traced
         return list(request.tokens[request.num_prompt_tokens :][first:end])
 
     def generated_reports(self, req_id: str, first: int) -> Reports:
@@ -286,7 +286,7 @@ class Scheduler:
 
     def _commit(self, step: Step) -> SchedulerOutput:
         new = [
-            request.as_new(self._sampled_by, self._adapters.present_of(request))
+            admit(request, self._sampled_by, self._adapters.present_of(request))
             for request in step.new
         ]
         preempted = step.preempted
@@ -406,7 +406,8 @@ class Scheduler:
         guesses."""
         if outcome is NO_DRAFTS:
             return NO_DRAFTS
-        guessed = request.take_outcome(outcome)
+        is_void, num_known = request.num_void > 0, len(request.tokens)
+        guessed = request.drafts.take_outcome(outcome, num_known, is_void=is_void)
         if outcome.num_drafted > outcome.num_accepted:
             self._take_back(request, outcome.num_drafted - outcome.num_accepted)
         return guessed
@@ -465,7 +466,7 @@ class Scheduler:
             return NO_JUMP
         if req_id in self._queues.suspended:
             return NO_JUMP
-        if request.num_drafts_in_flight:  # how many of its tokens are computed is not known
+        if request.drafts.num_in_flight:  # how many of its tokens are computed is not known
             return NO_JUMP
         if count <= request.num_in_flight + self._num_drafts_of(request):
             return NO_JUMP  # a step computes them as drafts
@@ -479,7 +480,8 @@ class Scheduler:
         """Return how many forced tokens the next step of a request may have as drafts."""
         if self._draft_lengths is None or not request.is_running or request.needs_admission:
             return 0
-        return min(self._limits.num_speculative_tokens, request.num_certain)
+        num_certain = request.drafts.expected.count_forced_from(request.num_tokens)
+        return min(self._limits.num_speculative_tokens, num_certain)
 
     @property
     def most_expected(self) -> int:
@@ -489,8 +491,9 @@ class Scheduler:
     def expect_tokens(self, req_id: str, token_ids: Sequence[int], num_forced: int) -> None:
         """Note tokens that may follow those in flight; see ExpectingScheduler."""
         request = self._queues.unfinished.get(req_id)
-        if request is not None:
-            request.expect(token_ids, num_forced)
+        if request is not None and not request.traits.may_draft:
+            stops = request.traits.stop_ids
+            request.drafts.expect(token_ids, request.num_tokens, num_forced, stops)
 
     def _take_void(self, request: Request, token: int) -> list[RequestOutput]:
         """Ignore a token. NO_TOKEN at a place that a jump has filled is a fault all the same."""
@@ -518,7 +521,7 @@ class Scheduler:
         for req_id, own in chunks.items():
             request = self._queues.unfinished.get(req_id)
             if request is not None and request.experts is not None:
-                request.take_experts(own)
+                request.experts.take(own, request.num_settled)
 
     def _take_outputs(self, pooled: Mapping[str, NDArray[np.float32]]) -> list[RequestOutput]:
         ended = (
@@ -550,7 +553,8 @@ class Scheduler:
             return
         was_complete = request.num_tokens == request.limit
         request.num_tokens -= count
-        request.expected = NO_DRAFTS_EXPECTED  # they were to follow tokens that it has not gained
+        # They were to follow tokens that it has not gained.
+        request.drafts.expected = NO_DRAFTS_EXPECTED
         if request.is_running:
             request.num_computed -= count
             if was_complete:
@@ -640,8 +644,7 @@ class Scheduler:
         self._blocks.forget_all(good=running.values())
         for request in self._queues.unfinished.values():
             request.go_on_from_known()
-            request.num_drafts_in_flight = 0
-            request.forced_in_flight.clear()
+            request.drafts.lose_steps()
 
     def end_requests(self, req_ids: Collection[str]) -> list[RequestOutput]:
         """End requests with their tokens so far, and those that wait with some; see

@@ -20,9 +20,8 @@ from worker_client.errors import AdoptionMismatch, InvalidSchedulerOutput, Reque
 from worker_client.group.adoption import AdoptedRequest, RankRow, merge, read_page
 from worker_client.group.weights_state import WeightsVersion
 from worker_client.requests import GenerationRequest, SamplingParams
-from worker_client.scheduler import Scheduler
-from worker_client.scheduler import request as scheduler_request
-from worker_client.scheduler.request import MAX_NOTED_RUNS
+from worker_client.scheduler import Scheduler, admissions
+from worker_client.scheduler.admissions import MAX_NOTED_RUNS
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
 from worker_client.steps.slots import SlotTable
 from worker_client.steps.step_checks import MAX_NOTE_BYTES
@@ -287,7 +286,7 @@ def weights(number):
 @pytest.mark.parametrize("room", [8, MAX_NOTED_RUNS])
 def test_outputs_say_which_weights_have_sampled_over_updates_and_drivers(monkeypatch, room):
     """room: of a note, for versions."""
-    monkeypatch.setattr(scheduler_request, "MAX_NOTED_RUNS", room)
+    monkeypatch.setattr(admissions, "MAX_NOTED_RUNS", room)
     limits, prompt = make_limits(eos_token_ids=()), [10, 11, 12]
     first = Scheduler(limits)
     first.add_request(GenerationRequest("a", prompt, max_tokens=17))

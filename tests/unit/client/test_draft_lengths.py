@@ -11,6 +11,7 @@ import pytest
 
 from worker_client.scheduler.draft_lengths import DraftLengths
 from worker_client.scheduler.drafting.payoffs import DraftingChange, log_change
+from worker_client.scheduler.drafting.request_drafts import RequestDrafts
 from worker_client.scheduler.drafting.step_costs import StepCosts, TimedStep
 from worker_client.scheduler.request import PLAIN, Traits
 from worker_client.scheduler_output import DraftOutcome
@@ -28,9 +29,8 @@ class Decoding:
     id: str
     accuracy: float
     most_drafts: int = MOST
-    draft_row: int = -1
-    num_expected: int = 0
-    num_certain: int = 0
+    num_tokens: int = 0
+    drafts: RequestDrafts = field(default_factory=RequestDrafts)
     traits: Traits = PLAIN
     num_gained: int = field(default=0)
     last_step: int = -1
@@ -289,7 +289,8 @@ def test_the_choice_is_made_anew_in_few_steps(guesses):
     try:
         for step in range(160):
             for request in requests if guesses else ():
-                request.most_drafts = request.num_expected = step % 3
+                request.most_drafts = step % 3
+                request.drafts.expect([0] * request.most_drafts, 0, 0, set())
             device.run(1)
     finally:
         sys.setprofile(None)

@@ -21,6 +21,7 @@ from worker_client.group.loras import GroupAdapter
 from worker_client.inputs.grammar_options import read_structured_output
 from worker_client.requests import GenerationRequest, SamplingParams, with_adapter
 from worker_client.scheduler import Scheduler, SchedulerLimits
+from worker_client.scheduler.admissions import admit
 from worker_client.scheduler.drafting.expected_drafts import ExpectedDrafts
 from worker_client.scheduler_output import DraftOutcome, StepResult
 from worker_client.steps.slots import SlotTable
@@ -221,7 +222,7 @@ def test_a_window_keeps_what_tokens_after_refused_drafts_see(seed):
             in_flight.append(output)
             for req_id in output.num_drafts:
                 request = held[req_id]
-                certain = request.num_tokens - request.num_drafts_in_flight - 1
+                certain = request.num_tokens - request.drafts.num_in_flight - 1
                 first = max(0, certain - 1 - window + 1) // 4
                 assert all(request.blocks.by_group[1][first:])
                 places[req_id] = len(request.tokens)
@@ -438,7 +439,7 @@ def left_requests(group):
             min(row.num_computed - row.num_over, len(row.tokens) - 1),
             tuple(row.blocks),
             request.extensions,
-            request.as_new(0).note,
+            admit(request, 0).note,
             slot,
         )
         for slot, row in group.daemon.rows.items()

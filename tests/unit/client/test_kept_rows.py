@@ -16,7 +16,8 @@ from worker_client.group.adoption import AdoptedRequest, RankRow, merge
 from worker_client.group.weights_state import WeightsVersion
 from worker_client.requests import GenerationRequest, VersionRun
 from worker_client.scheduler import Scheduler
-from worker_client.scheduler.request import MAX_NOTED_RUNS, new_request
+from worker_client.scheduler.admissions import MAX_NOTED_RUNS, admit, most_admission_bytes
+from worker_client.scheduler.new_requests import new_request
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
 from worker_client.steps.slots import SlotTable
 from worker_client.steps.step_checks import MAX_NOTE_BYTES, GroupLimits
@@ -207,12 +208,12 @@ def test_tokens_of_an_admission_that_was_sent_after_an_update_keep_their_version
 def test_admissions_count_their_notes_in_full():
     runs = tuple(VersionRun((1 << 63) - 1 - i, 1 << 24, 1 << 62) for i in range(MAX_NOTED_RUNS + 9))
     request = new_request(GenerationRequest("a" * 256, [1, 2, 3], 9), make_limits())
-    request.priority, request.deadline, request.weights_versions = -(2**31), 1e12, runs
+    request.priority, request.deadline, request.weights.runs = -(2**31), 1e12, runs
     request.arrival = request.blocks.num_cached_tokens = request.limit = 1 << 40
     request.blocks.num_preemptions = 1 << 40
     request.blocks.by_group = ([],)
-    made = request.as_new(1, (1 << 63) - 1)
-    counted = request.admission_bytes(0, ()) - 4 * 256
+    made = admit(request, 1, (1 << 63) - 1)
+    counted = most_admission_bytes(request, 0, ()) - 4 * 256
     assert 0.8 * counted < len(made.note) < counted
     assert len(made.note) <= MAX_NOTE_BYTES
 

@@ -34,7 +34,7 @@ from worker_client.inputs.request_checks import validated
 from worker_client.parts.registry import KINDS
 from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, SchedulerLimits
-from worker_client.scheduler.request import group_bounds
+from worker_client.scheduler.new_requests import group_bounds
 from worker_client.steps.slots import SlotTable
 
 LIMITS = SchedulerLimits(8, 64, 64, 64, 4, vocab_size=50, hidden_size=4)
