@@ -268,7 +268,7 @@ class UploadsPart(DriverPart):
                 f"the tensor has {num_bytes} bytes, and the daemons have {most} for uploads",
                 field=field,
                 value=list(tensor.shape),
-                fix="give fewer rows, or start the daemons with a larger --upload-memory-bytes",
+                fix="give fewer rows, or more room: worker-daemon serve --upload-memory-bytes",
             )
 
     def _check_present(self, named: Sequence[bytes]) -> None:
