@@ -429,7 +429,7 @@ def test_errors_name_a_field_that_was_sent(service, path):
 
 
 def test_an_error_of_echoed_log_probabilities_names_their_field(service, monkeypatch):
-    monkeypatch.setattr("worker_client.scheduler.request.MAX_PROMPT_LOGPROBS_TOKENS", 1)
+    monkeypatch.setattr("worker_client.scheduler.new_requests.MAX_PROMPT_LOGPROBS_TOKENS", 1)
     body = {"prompt": HELLO, "echo": True, "logprobs": 1}
     assert service.refused("/v1/completions", body)[0] == "logprobs"
 
