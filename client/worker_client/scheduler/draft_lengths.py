@@ -73,8 +73,7 @@ class _Batch:
         self.num_skipped = -1
         """DeviceRest.num_skipped when the device had made drafts for all of them."""
         self.probe: DraftProbe | None = None
-        self.num_probing = 0
-        """Further steps of this probe."""
+        """Rest of a probe: the steps that it still has."""
 
     def leave(self) -> None:
         """Drop the requests, one of which has ended; what is known of their steps stays."""
@@ -147,10 +146,10 @@ class DraftLengths:
             return {}
         self._num_steps += 1
         self._num_priced += self._costs.has_slope
-        if batch.num_probing == 0 and self._is_due(batch):
+        if batch.probe is None and self._is_due(batch):
             self._review(batch)
         batch.age += 1
-        if batch.num_probing and batch.probe is not None:
+        if batch.probe is not None:
             return self._probe_drafts(batch, batch.probe)
         counts = self._device_drafts(batch)
         self._plan_rest(is_used=bool(counts))
@@ -195,7 +194,7 @@ class DraftLengths:
         for request in requests:
             if request.drafts.row < 0:
                 source = Source.DEVICE if request.traits.may_draft else Source.DRIVER
-                request.drafts.row = self._acceptance.begin(source)
+                request.drafts.row = self._acceptance.begin(source, self._num_steps)
                 self._payoffs.begin(request.drafts.row)
         batch = _Batch(requests, before)
         if batch.age >= 0:
@@ -237,7 +236,7 @@ class DraftLengths:
             self._awaits_drafts = True
             return
         self._probes.sent(self._num_steps, probe)
-        batch.probe, batch.num_probing = probe, probe.num_steps
+        batch.probe = probe
 
     def _is_worth_a_change(self, batch: _Batch, drafts: _Drafts, rate: float) -> bool:
         """Return True if the drafts so far have lost as much as one step of another kind costs,
@@ -259,8 +258,8 @@ class DraftLengths:
     def _probe_drafts(self, batch: _Batch, probe: DraftProbe) -> Mapping[str, int]:
         """Return the drafts of the next step of a probe. The device makes drafts for a probe's own
         steps only if they have some; after its last step, as ever."""
-        batch.num_probing -= 1
-        goes_on = batch.num_probing > 0
+        goes_on = probe.num_steps > 1
+        batch.probe = probe._replace(num_steps=probe.num_steps - 1) if goes_on else None
         self._rest.plan(
             is_used=bool(batch.wanted[batch.on_device].any()),
             must_ask=goes_on or not self._costs.has_slope,

@@ -65,10 +65,11 @@ class Acceptance:
         """Number of rows, used or not."""
         return len(self._rates)
 
-    def begin(self, source: Source) -> int:
-        """Return the row of a new request: with the rates of all, soon replaced by its own."""
+    def begin(self, source: Source, number: int) -> int:
+        """Return the row of a new request: with the rates of all, soon replaced by its own. number:
+        of the next step."""
         if not self._free:
-            self.count_new(int(self._last.max()))
+            self.count_new(number)
         if not self._free:
             size = self.num_rows
             self._rates, self._gains = grown(self._rates, 2 * size), grown(self._gains, 2 * size)
