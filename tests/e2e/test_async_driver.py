@@ -530,12 +530,13 @@ def test_pause_holds_requests_on_all_ranks_until_they_go_on(opened, model, promp
 
             running = [asyncio.ensure_future(collect(driver, each)) for each in first]
             await paused_after(driver, pace)
-            before = await steps()
+            last = max(await steps())
             running.append(asyncio.ensure_future(collect(driver, late)))
             await asyncio.sleep(0.3)
             assert opened.driver.is_paused and not opened.driver.num_in_flight
             assert not any(each.done() for each in running)
-            assert before == await steps() == before[:1] * 2
+            while (found := await steps()) != [last] * 2:  # a rank that owes no outcome may follow
+                assert max(found) <= last
             await driver.call(lambda inner: inner.group.weights.reload(running="keep"))
             await driver.resume()
             return [await each for each in running]
