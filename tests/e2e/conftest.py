@@ -1,5 +1,6 @@
 """Fixtures for tests on real daemons; tests/support/serving.py says how to use them."""
 
+import random
 import shutil
 import tempfile
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from tests.support.checkpoints import Checkpoint, make_checkpoint
 from tests.support.exhaustive import exhaustively
+from tests.support.faulty_daemon import FaultyDaemons
 from tests.support.serving import LOOKUPS, NO_DRAFTS, DaemonPool, Serve
 
 
@@ -54,3 +56,25 @@ def checkpoint(model_root):
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def models(checkpoint):
+    """Three checkpoints of one shape, for tests that change weights."""
+    options = {"tie_word_embeddings": False, "num_hidden_layers": 2}
+    return [checkpoint("Qwen3ForCausalLM", seed=seed, **options) for seed in (91, 92, 93)]
+
+
+@pytest.fixture(scope="module")
+def faulty(model_root, tmp_path_factory):
+    """Two daemons that fail on demand."""
+    with FaultyDaemons(2, model_root, tmp_path_factory.mktemp("faults")) as daemons:
+        yield daemons
+
+
+@pytest.fixture
+def seed():
+    """A random seed, printed."""
+    value = random.randrange(1 << 30)
+    print(f"seed {value}")
+    return value

@@ -14,11 +14,11 @@ from rpc_schema.config import LoraConfig
 from rpc_schema.errors import ConfigError, StateError, TransferError
 from rpc_schema.lora_request import LoraRequest
 from rpc_schema.weight_transfer import BroadcastSource, DiskEngine, DiskSource
-from tests.e2e.test_kept_requests import CLOSE, TIMEOUT_S, Watched
 from tests.e2e.test_weight_update import listed, trainer
 from tests.support.checkpoints import prompts
 from tests.support.lora_adapters import make_adapter
 from tests.support.serving import LONG_LEASE, connect, scheduler_limits, worker_config
+from tests.support.watched import TIMEOUT_S, Watched
 from worker_client.driver import Driver
 from worker_client.errors import ClientConfigError
 from worker_client.requests import GenerationRequest
@@ -28,6 +28,8 @@ from worker_client.trainer.sender import WeightSender
 from worker_client.wire.worker_client import TensorList
 from worker_client.worker_group import WorkerGroup
 
+CLOSE = 1e-4
+"""In nats; float32."""
 ROOM = LoraConfig(max_loras=2, max_lora_rank=8, max_cpu_loras=2)
 FORM = {"rank": 5, "alpha": 7.0, "rank_pattern": {"down_proj": 3}}
 
@@ -46,13 +48,6 @@ def contents(base):
 @pytest.fixture(scope="module")
 def other(base):
     return make_adapter(base, "other", seed=9, rank=2)
-
-
-@pytest.fixture
-def seed():
-    value = random.randrange(1 << 30)
-    print(f"seed {value}")
-    return value
 
 
 def tensors(content):

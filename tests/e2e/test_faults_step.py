@@ -28,13 +28,6 @@ STEP_DEADLINE_MS = 2000
 LONG_STEP_DEADLINE_MS = 20_000
 
 
-@pytest.fixture(scope="module")
-def faulty(model_root, tmp_path_factory):
-    """Two daemons that fail on demand."""
-    with FaultyDaemons(2, model_root, tmp_path_factory.mktemp("faults")) as daemons:
-        yield daemons
-
-
 @pytest.fixture
 def serving(faulty, checkpoint):
     """serving(pp, tp): the group of the first pp * tp faulty daemons, ready."""

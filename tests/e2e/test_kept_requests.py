@@ -2,7 +2,6 @@
 transformers' models that changes the weights between tokens and keeps the KV cache."""
 
 import random
-from collections import defaultdict
 from functools import partial
 
 import numpy as np
@@ -19,33 +18,17 @@ from tests.support.serving import (
     LONG_LEASE,
     connect,
     greedy_request,
-    scheduler_limits,
     worker_config,
 )
+from tests.support.watched import TIMEOUT_S, Watched, successor
 from worker_client.driver import Driver
 from worker_client.errors import ClientConfigError, ConfigMismatchError, WeightsNotWhole
-from worker_client.scheduler import Scheduler
 from worker_client.trainer.sender import WeightSender
 from worker_client.wire.worker_client import TensorList
 from worker_client.worker_group import WorkerGroup
 
-OPTIONS = {"tie_word_embeddings": False, "num_hidden_layers": 2}
-TIMEOUT_S = 20.0
 CLOSE = 1e-4
 """In nats; float32."""
-
-
-@pytest.fixture(scope="module")
-def models(checkpoint):
-    """Three checkpoints of one shape."""
-    return [checkpoint("Qwen3ForCausalLM", seed=seed, **OPTIONS) for seed in (91, 92, 93)]
-
-
-@pytest.fixture
-def seed():
-    value = random.randrange(1 << 30)
-    print(f"seed {value}")
-    return value
 
 
 def assert_as_swapped(model_of, prompt, output):
@@ -64,36 +47,6 @@ def assert_as_swapped(model_of, prompt, output):
                 assert abs(found - expected[token].item()) < CLOSE, (output.req_id, place)
             given, place = torch.tensor([[token]]), place + 1
     assert place == len(output.token_ids)
-
-
-class Watched:
-    """A driver whose steps are noted."""
-
-    def __init__(self, group, loaded, **limits):
-        self.group, self.admitted = group, defaultdict(int)
-        self.versions = defaultdict(list)
-        """By request, the version of each token, as results said."""
-        self.outputs, self._execute = {}, group.execute_model
-        group.execute_model = self._note
-        self.scheduler = Scheduler(scheduler_limits(group, loaded, **limits))
-        self.driver = Driver(group, self.scheduler, self._listen)
-
-    def _note(self, output):
-        future = self._execute(output)
-        for new in output.scheduled_new_reqs:
-            self.admitted[new.req_id] += 1
-        return future
-
-    def _listen(self, result):
-        for req_id in result.req_ids:
-            self.versions[req_id].append(result.weights_version)
-
-    def step(self, count=1):
-        for _ in range(count):
-            self.outputs |= {output.req_id: output for output in self.driver.step()}
-
-    def finish(self):
-        self.outputs |= {output.req_id: output for output in self.driver.run()}
 
 
 def versions_of(output):
@@ -229,23 +182,17 @@ def test_next_driver_goes_on_with_requests_that_were_kept(serve, models, seed):
         group.weights.start_update(running="keep")  # and its driver is gone
         group.weights.update(TensorList(), DiskSource(model=str(other.path)))
         for is_last in (False, True):
-            with WorkerGroup(endpoints, config.parallel, lease=LONG_LEASE) as successor:
-                successor.attach(force=True, keep_requests=True)
-                config = worker_config(new.path, 2)
-                assert successor.prepare(config, num_gpu_blocks=256).was_loaded
-                model_of[successor.weights.version.number] = new
-                next_one = Watched(successor, loaded)
-                adopted, _ = next_one.driver.claim(successor.adopt_requests())
+            config = worker_config(new.path, 2)
+            with successor(endpoints, config, loaded) as (next_one, adopted):
+                model_of[next_one.group.weights.version.number] = new
                 assert all(each.num_computed_tokens for each in adopted)
                 assert all(each.earlier_versions for each in adopted) is not is_last
-                assert next_one.scheduler.adopt_requests(adopted) == []
                 if not is_last:
                     # Nobody else begins with the blocks of an adopted request that was kept.
                     text = texts[0].tolist()
                     next_one.driver.add_request(greedy_request("copy", text, 20))
                     next_one.step(rng.randrange(2, 6))
-                    while next_one.driver.num_in_flight:
-                        next_one.driver._take_oldest()
+                    next_one.settle()
                 else:
                     next_one.finish()
                     outputs = next_one.outputs
@@ -429,8 +376,7 @@ def test_a_reload_that_reached_one_rank_is_completed_by_the_next_driver(
         for number, text in enumerate(texts):
             watched.driver.add_request(greedy_request(f"r{number}", text.tolist(), 40))
         watched.step(rng.randrange(3, 7))
-        while watched.driver.num_in_flight:
-            watched.driver._take_oldest()
+        watched.settle()
         reached = rng.randrange(2)
         reload = partial(ReloadWeights, model=str(by_name["new"].path), running="keep")
         group._channel.ask_each(

@@ -5,42 +5,13 @@ import random
 
 import pytest
 
-from tests.e2e.test_kept_requests import Watched
-from tests.e2e.test_recomputed_requests import (
-    OPTIONS,
-    TIMEOUT_S,
-    add,
-    assert_all_fresh,
-    assert_as_fresh,
-    settle,
-    texts_of,
-)
-from tests.support.faulty_daemon import Fault, FaultyDaemons
-from tests.support.serving import LONG_LEASE, connect, drafts_by, worker_config
+from tests.support.faulty_daemon import Fault
+from tests.support.fresh_reference import assert_all_fresh, assert_as_fresh, texts_of
+from tests.support.serving import connect, drafts_by, worker_config
+from tests.support.watched import TIMEOUT_S, Watched, successor
 from tests.support.window_models import MAX_MODEL_LEN, STEP_TOKENS, WINDOW, make_model
 from worker_client.errors import ClientConfigError, WeightsNotWhole
 from worker_client.trainer.sender import WeightSender
-from worker_client.worker_group import WorkerGroup
-
-
-@pytest.fixture(scope="module")
-def models(checkpoint):
-    """Three checkpoints of one shape."""
-    return [checkpoint("Qwen3ForCausalLM", seed=seed, **OPTIONS) for seed in (91, 92, 93)]
-
-
-@pytest.fixture(scope="module")
-def faulty(model_root, tmp_path_factory):
-    """Two daemons that fail on demand."""
-    with FaultyDaemons(2, model_root, tmp_path_factory.mktemp("faults")) as daemons:
-        yield daemons
-
-
-@pytest.fixture
-def seed():
-    value = random.randrange(1 << 30)
-    print(f"seed {value}")
-    return value
 
 
 class Stepped(Watched):
@@ -79,19 +50,19 @@ def test_steps_go_on_between_recomputed_parts(serve, models, pp, tp, budget, see
     with serve(old.path, pp, tp, max_num_batched_tokens=32) as (group, loaded):
         watched = Stepped(group, loaded)
         first = group.weights.version.number
-        add(watched, texts[:1], 40)
+        watched.add(texts[:1], 40)
         watched.step(4)
-        add(watched, texts[1:5], 40, first=1)
+        watched.add(texts[1:5], 40, first=1)
         watched.step(2)
         group.weights.start_update(running="recompute", recompute_budget=budget)
-        settle(watched)
+        watched.settle()
         with pytest.raises(WeightsNotWhole):
             watched.step()
         recompute(group, new, budget, "gloo")
         assert group.weights.recomputed.num_tokens == 0 and len(group.slots.stale) == 5
         computed = [group.slots.slot_of(name) for name in group.slots.req_ids]
         expected = group.slots._rows.num_computed[computed].sum() - 36  # nine blocks are shared
-        add(watched, texts[5:], 40, first=5)
+        watched.add(texts[5:], 40, first=5)
         num_steps, done = 0, 0
         while group.weights.is_recomputing:
             watched.step()
@@ -102,7 +73,7 @@ def test_steps_go_on_between_recomputed_parts(serve, models, pp, tp, budget, see
         assert num_steps >= -(-expected // budget)
         assert "r5" in watched.sampled_beside and {"r0", "r1"} & watched.sampled_beside
         texts.append(texts[0])
-        add(watched, texts[-1:], 5, first=6)
+        watched.add(texts[-1:], 5, first=6)
         watched.finish()
     assert watched.driver.num_failures == 0
     assert dict.fromkeys(watched.outputs, 1) == watched.admitted
@@ -121,9 +92,9 @@ def test_requests_that_wait_end_and_begin_again(serve, models, seed):
     with serve(old.path, 2, max_num_batched_tokens=64) as (group, loaded):
         watched = Stepped(group, loaded)
         first = group.weights.version.number
-        add(watched, texts[:1], 60)
+        watched.add(texts[:1], 60)
         watched.step(4)
-        add(watched, texts[1:], 60, first=1)
+        watched.add(texts[1:], 60, first=1)
         watched.step(rng.randrange(4, 9))
         recompute(group, new, 16)
         watched.step(rng.randrange(1, 4))
@@ -153,7 +124,7 @@ def test_requests_with_drafts(serve, models, method, seed):
     old, new, _ = models
     with serve(old.path, 2, speculative=drafts_by(method, new.path)) as (group, loaded):
         watched = Stepped(group, loaded)
-        add(watched, texts, 40)
+        watched.add(texts, 40)
         watched.step(rng.randrange(3, 12))
         first = group.weights.version.number
         recompute(group, new, rng.randrange(8, 20))
@@ -169,11 +140,11 @@ def test_requests_that_windows_have_passed_are_lost_alone(serve, model_root, see
     sizes = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": STEP_TOKENS}
     with serve(old.path, **sizes) as (group, loaded):
         watched = Stepped(group, loaded)
-        add(watched, texts[:1], 30)
+        watched.add(texts[:1], 30)
         watched.step(2 * WINDOW)
-        add(watched, texts[1:], 30, first=1)
+        watched.add(texts[1:], 30, first=1)
         watched.step(3)
-        settle(watched)
+        watched.settle()
         first = group.weights.version.number
         recompute(group, new, 3)
         assert group.weights.recomputed.lost_req_ids == {"r0"}
@@ -192,9 +163,8 @@ def test_next_driver_goes_on_with_what_was_recomputed(serve, models, is_cut_off,
     texts = texts_of(seed, [26, 31, 40])
     with serve(old.path, 2) as (group, loaded):
         endpoints = [status.endpoint for status in group.get_status()]
-        parallel = group.parallel
         watched = Stepped(group, loaded)
-        add(watched, texts, 40, logprobs=None)
+        watched.add(texts, 40, logprobs=None)
         watched.step(rng.randrange(3, 7))
         first = group.weights.version.number
         recompute(group, new, 45)
@@ -204,7 +174,7 @@ def test_next_driver_goes_on_with_what_was_recomputed(serve, models, is_cut_off,
         watched.step(rng.randrange(2))
         waiting = {*group.slots.stale}
         if is_cut_off:
-            settle(watched)
+            watched.settle()
 
             def die(frames):
                 raise KeyboardInterrupt
@@ -212,14 +182,10 @@ def test_next_driver_goes_on_with_what_was_recomputed(serve, models, is_cut_off,
             group.clients[1].send = die
             with pytest.raises(KeyboardInterrupt):
                 group.weights.recompute_next()
-        with WorkerGroup(endpoints, parallel, lease=LONG_LEASE) as successor:
-            successor.attach(force=True, keep_requests=True)
-            successor.prepare(worker_config(new.path, 2), num_gpu_blocks=256)
-            next_one = Watched(successor, loaded)
-            adopted, _ = next_one.driver.claim(successor.adopt_requests())
+        config = worker_config(new.path, 2)
+        with successor(endpoints, config, loaded) as (next_one, adopted):
             assert {each.req_id for each in adopted if not each.num_computed_tokens} == waiting
             assert len(adopted) == 3
-            assert next_one.scheduler.adopt_requests(adopted) == []
             next_one.finish()
     for number, text in enumerate(texts):
         assert_as_fresh({first: old, first + 1: new}, text, next_one.outputs[f"r{number}"])
@@ -234,19 +200,14 @@ def test_rank_that_fails_between_loses_no_request(faulty, models, what, in_step,
     config = worker_config(old.path, 2, max_num_batched_tokens=32, step_deadline_ms=3000)
     with connect(faulty.endpoints, config) as (group, loaded):
         watched = Stepped(group, loaded)
-
-        def recover(died):
-            faulty.restart_dead()
-            group.replace(died.rank)
-
-        watched.driver._recover = recover
-        add(watched, texts, 30)
+        watched.replace_dead(faulty)
+        watched.add(texts, 30)
         watched.step(8)
         first = group.weights.version.number
         recompute(group, new, 16)
         while len(group.slots.stale) == 3:
             watched.step()
-        settle(watched)
+        watched.settle()
         before = dict(watched.admitted)
         faulty.faults[1].put(Fault("forward", what, 1 + in_step))
         watched.finish()
@@ -260,7 +221,7 @@ def test_rank_that_fails_between_loses_no_request(faulty, models, what, in_step,
 def test_budgets_that_mean_nothing_are_refused(serve, models):
     with serve(models[0].path, 1) as (group, loaded):
         watched = Watched(group, loaded)
-        add(watched, [[1, 2, 3]], 8)
+        watched.add([[1, 2, 3]], 8)
         watched.step(2)
         for refused in (group.weights.reload, group.weights.start_update):
             for running, budget in (("keep", 8), ("drop", 8), ("abort", 8), ("recompute", 0)):

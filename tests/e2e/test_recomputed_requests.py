@@ -13,15 +13,13 @@ import torch
 from rpc_schema.config import LoraConfig
 from rpc_schema.errors import ConfigError
 from rpc_schema.weight_transfer import DiskEngine, DiskSource
-from tests.e2e.test_kept_requests import Watched
-from tests.support.checkpoints import prompts
 from tests.support.decaying_reference import make_decaying
 from tests.support.embedded_prompts import random_prompts
 from tests.support.families import command
-from tests.support.faulty_daemon import Fault, FaultyDaemons
+from tests.support.faulty_daemon import Fault
+from tests.support.fresh_reference import CLOSER, assert_all_fresh, assert_as_fresh, texts_of
 from tests.support.lora_adapters import make_adapter
 from tests.support.serving import (
-    LONG_LEASE,
     LOOKUPS,
     connect,
     drafts_by,
@@ -30,6 +28,7 @@ from tests.support.serving import (
     worker_config,
 )
 from tests.support.structured import EOS_TOKEN_ID, VOCAB_SIZE, make_tokenizer, regex_case
+from tests.support.watched import TIMEOUT_S, Watched, successor
 from tests.support.window_models import MAX_MODEL_LEN, STEP_TOKENS, WINDOW, make_model
 from worker_client.driver import Driver
 from worker_client.driver_parts.registry import DriverOptions
@@ -41,25 +40,6 @@ from worker_client.scheduler import Scheduler
 from worker_client.structured.grammars import Grammars
 from worker_client.trainer.sender import WeightSender
 from worker_client.wire.worker_client import TensorList
-from worker_client.worker_group import WorkerGroup
-
-OPTIONS = {"tie_word_embeddings": False, "num_hidden_layers": 2}
-TIMEOUT_S = 20.0
-CLOSER = 1e-5
-"""In nats; float32."""
-
-
-@pytest.fixture(scope="module")
-def models(checkpoint):
-    """Three checkpoints of one shape."""
-    return [checkpoint("Qwen3ForCausalLM", seed=seed, **OPTIONS) for seed in (91, 92, 93)]
-
-
-@pytest.fixture(scope="module")
-def faulty(model_root, tmp_path_factory):
-    """Two daemons that fail on demand."""
-    with FaultyDaemons(2, model_root, tmp_path_factory.mktemp("faults")) as daemons:
-        yield daemons
 
 
 @pytest.fixture(scope="module")
@@ -67,29 +47,6 @@ def two_daemons(model_root):
     """Daemons that have the families of tests."""
     with LocalDaemons(["cpu", "cpu"], model_root, command=command(model_root)) as daemons:
         yield daemons
-
-
-@pytest.fixture
-def seed():
-    value = random.randrange(1 << 30)
-    print(f"seed {value}")
-    return value
-
-
-def assert_as_fresh(model_of, prompt, output, close=CLOSER):
-    """Check that each token is what a request of its own gets after all tokens before it, from the
-    weights of the token's version."""
-    known, place = [*map(int, prompt), *output.token_ids], 0
-    for run in output.weights_versions:
-        expected = model_of[run.version].logprobs(known)
-        for _ in range(run.num_tokens):
-            row, token = expected[len(prompt) + place - 1], output.token_ids[place]
-            assert row[token] > row.max() - 10 * close, (output.req_id, place, run)
-            if output.logprobs is not None:
-                found = output.logprobs[place].logprobs[0]
-                assert abs(found - row[token]) < close, (output.req_id, place, run)
-            place += 1
-    assert place == len(output.token_ids)
 
 
 def recompute(group, model, engine="reload"):
@@ -110,27 +67,6 @@ def recompute(group, model, engine="reload"):
             sender.send(dict(model.model.state_dict()), running="recompute")
 
 
-def settle(watched):
-    """Take the results of all steps in flight."""
-    while watched.driver.num_in_flight:
-        watched.driver._take_oldest()
-
-
-def add(watched, texts, max_tokens, first=0, logprobs=1, **fields):
-    for number, text in enumerate(texts, first):
-        request = greedy_request(f"r{number}", text, max_tokens, logprobs=logprobs, **fields)
-        watched.driver.add_request(request)
-
-
-def assert_all_fresh(watched, model_of, texts, close=CLOSER):
-    for number, text in enumerate(texts):
-        assert_as_fresh(model_of, text, watched.outputs[f"r{number}"], close)
-
-
-def texts_of(seed, lengths):
-    return [text.tolist() for text in prompts(seed, lengths)]
-
-
 @pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 1), (1, 2)])
 def test_requests_go_on_as_if_the_new_weights_had_computed_them(serve, models, pp, tp, seed):
     """By every engine, in several passes, in the middle of a prompt, and with shared blocks. An
@@ -141,9 +77,9 @@ def test_requests_go_on_as_if_the_new_weights_had_computed_them(serve, models, p
     with serve(models[0].path, pp, tp, max_num_batched_tokens=32) as (group, loaded):
         watched = Watched(group, loaded)
         model_of = {group.weights.version.number: models[0]}
-        add(watched, texts[:1], 40)
+        watched.add(texts[:1], 40)
         watched.step(4)
-        add(watched, texts[1:], 40, first=1)
+        watched.add(texts[1:], 40, first=1)
         watched.step(2)
         for number, engine in enumerate(["reload", "disk", "gloo", "mended"]):
             watched.step(rng.randrange(1, 4))
@@ -156,7 +92,7 @@ def test_requests_go_on_as_if_the_new_weights_had_computed_them(serve, models, p
             assert group.weights.recomputed.num_tokens == counts.sum() - 36
             assert group.weights.recomputed.num_passes == -(-(counts.sum() - 36) // 32)
         texts.append(texts[0])
-        add(watched, texts[-1:], 5, first=5)
+        watched.add(texts[-1:], 5, first=5)
         watched.finish()
     assert watched.driver.num_failures == 0
     assert dict.fromkeys(watched.outputs, 1) == watched.admitted
@@ -176,8 +112,8 @@ def test_adapters_and_drafts(serve, models, method, seed):
     with serve(old.path, 2, speculative=speculative, **options) as (group, loaded):
         adapter = group.loras.add(f"both{method}")
         watched = Watched(group, loaded)
-        add(watched, texts[:2], 40)
-        add(watched, texts[2:], 40, first=2, features=(adapter.extension,))
+        watched.add(texts[:2], 40)
+        watched.add(texts[2:], 40, first=2, features=(adapter.extension,))
         watched.step(rng.randrange(3, 12))
         first = group.weights.version.number
         recompute(group, new)
@@ -255,7 +191,7 @@ def test_cache_in_fp8_with_other_scales(daemons, models, seed):
     config = worker_config(old.path, kv_cache_dtype="fp8")
     with connect(daemons.endpoints(1), config) as (group, loaded):
         watched = Watched(group, loaded, enable_prefix_caching=False)
-        add(watched, texts, 20)
+        watched.add(texts, 20)
         watched.step(5)
         recompute(group, new)
         watched.finish()
@@ -266,7 +202,7 @@ def test_cache_in_fp8_with_other_scales(daemons, models, seed):
             assert before.num_tokens and after.num_tokens
             firsts[number] = before.num_tokens
             known = [*text, *output.token_ids[: before.num_tokens]]
-            add(watched, [known], 1, first=10 + number)
+            watched.add([known], 1, first=10 + number)
         watched.finish()
     assert set(watched.admitted.values()) == {1}
     for number, place in firsts.items():
@@ -283,11 +219,11 @@ def test_rows_that_windows_have_passed_are_admitted_again(serve, model_root, see
     with serve(old.path, **sizes) as (group, loaded):
         assert any(each.window for each in loaded.groups)
         watched = Watched(group, loaded)
-        add(watched, texts, 30)
+        watched.add(texts, 30)
         first = group.weights.version.number
         for num_steps, model in ((3, new), (2 * WINDOW, old)):
             watched.step(num_steps)
-            settle(watched)
+            watched.settle()
             before = dict(watched.admitted)
             recompute(group, model)
         watched.finish()
@@ -303,29 +239,23 @@ def test_next_driver_recomputes_what_its_predecessor_has_not(serve, models, seed
     texts = texts_of(seed, [26, 11])
     with serve(old.path, 2) as (group, loaded):
         endpoints = [status.endpoint for status in group.get_status()]
-        parallel = group.parallel
         watched = Watched(group, loaded)
-        add(watched, texts, 40, logprobs=None)
+        watched.add(texts, 40, logprobs=None)
         watched.step(rng.randrange(3, 7))
         first = group.weights.version.number
         group.weights._recompute = lambda: None  # and its driver is gone
         recompute(group, new)
         for is_last in (False, True):
-            with WorkerGroup(endpoints, parallel, lease=LONG_LEASE) as successor:
-                successor.attach(force=True, keep_requests=True)
-                config = worker_config((old if is_last else new).path, 2)
-                assert successor.prepare(config, num_gpu_blocks=256).was_loaded
-                next_one = Watched(successor, loaded)
-                adopted, _ = next_one.driver.claim(successor.adopt_requests())
+            config = worker_config((old if is_last else new).path, 2)
+            with successor(endpoints, config, loaded) as (next_one, adopted):
                 assert len(adopted) == 2
                 assert all(bool(each.num_computed_tokens) == is_last for each in adopted)
-                assert next_one.scheduler.adopt_requests(adopted) == []
                 if is_last:
                     next_one.finish()
                 else:
                     next_one.step(rng.randrange(3, 6))
-                    recompute(successor, old)
-                    settle(next_one)
+                    recompute(next_one.group, old)
+                    next_one.settle()
     model_of = {first: old, first + 1: new, first + 2: old}
     for number, text in enumerate(texts):
         output = next_one.outputs[f"r{number}"]
@@ -341,16 +271,11 @@ def test_rank_that_fails_meanwhile_loses_no_request(faulty, models, what, seed):
     config = worker_config(old.path, 2, max_num_batched_tokens=32, step_deadline_ms=3000)
     with connect(faulty.endpoints, config) as (group, loaded):
         watched = Watched(group, loaded)
-
-        def recover(died):
-            faulty.restart_dead()
-            group.replace(died.rank)
-
-        watched.driver._recover = recover
-        add(watched, texts, 30)
+        watched.replace_dead(faulty)
+        watched.add(texts, 30)
         watched.step(6)
         first = group.weights.version.number
-        settle(watched)
+        watched.settle()
         faulty.faults[1].put(Fault("forward", what, 1))
         if what == "kill":
             with pytest.raises(WorkerDied):

@@ -3,7 +3,6 @@ After them a group has the same tokens as transformers with the changed weights,
 checksums as a fresh load."""
 
 import copy
-import random
 
 import pytest
 import torch
@@ -21,13 +20,6 @@ ARCHITECTURE = "Qwen3ForCausalLM"
 TOKENS = 6
 TIMEOUT_S = 20.0
 UP = "model.layers.1.mlp.up_proj.weight"
-
-
-@pytest.fixture
-def seed():
-    value = random.randrange(1 << 30)
-    print("seed", value)
-    return value
 
 
 def requests_for(model, seed):
