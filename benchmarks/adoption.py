@@ -23,6 +23,7 @@ from typing import IO
 import msgspec
 import numpy as np
 
+from benchmarks.local_group import devices_of
 from rpc_schema.config import (
     CacheConfig,
     GraphConfig,
@@ -222,8 +223,7 @@ def main() -> None:
         drive(msgspec.json.decode(options.drive, type=Plan), started)
         return
     model = options.model.resolve()
-    count = options.pp * options.tp
-    devices = [f"cuda:{i}" if options.device == "cuda" else "cpu" for i in range(count)]
+    devices = devices_of(options.device, options.pp * options.tp)
     parallel = ParallelConfig(pipeline_parallel_size=options.pp, tensor_parallel_size=options.tp)
     config = WorkerConfig(
         parallel=parallel,

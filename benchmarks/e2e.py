@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import workloads
+from benchmarks.local_group import devices_of
 from worker_client.launcher import LocalDaemons
 
 OPTIONS = ("--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "16384")
@@ -121,7 +122,7 @@ def run_group(
     """Serve the workloads one at a time on one group, and print each. further: options of
     `worker-client bench`."""
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
-    devices = [device if device == "cpu" else f"cuda:{index}" for index in range(pp * tp)]
+    devices = devices_of(device, pp * tp)
     options = group_options(pp, tp, layer_partition, further)
     shape = " ".join([f"{pp}x{tp}", *further])
     runs = []

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.local_group import devices_of, local_group
 from benchmarks.structured import make_model
 from rpc_schema.config import (
-    CacheConfig,
-    GraphConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -27,11 +26,9 @@ from rpc_schema.config import (
 from worker_client.driver import Driver
 from worker_client.driver_parts.registry import DriverOptions
 from worker_client.inputs.grammar_options import read_structured_output
-from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, scheduler_limits
 from worker_client.structured.grammars import GrammarLimits, Grammars
-from worker_client.worker_group import WorkerGroup
 
 NAMES = [f"the measured value of quantity number {index}" for index in range(12)]
 SCHEMA = {
@@ -73,15 +70,8 @@ def main() -> None:
             parallel=ParallelConfig(),
             model=ModelConfig(model=str(model), load_format="dummy", max_model_len=2048),
             scheduler=SchedulerConfig(max_num_seqs=64),
-            cache=CacheConfig(),
-            graph=GraphConfig(),
         )
-        devices = ["cpu" if args.device == "cpu" else "cuda:0"]
-        with (
-            LocalDaemons(devices, model.parent) as daemons,
-            WorkerGroup(daemons.endpoints, config.parallel) as group,
-        ):
-            group.attach()
+        with local_group(devices_of(args.device), model.parent) as (group, _):
             loaded = group.prepare(config)
             ends = loaded.metadata.eos_token_ids
             for max_jump in (0, 1024, 0, 1024):

@@ -30,10 +30,10 @@ from typing import TypeAlias
 import numpy as np
 
 from benchmarks import workloads
+from benchmarks.local_group import devices_of, local_group
 from benchmarks.workloads import TimedRequest
 from rpc_schema.config import (
     CacheConfig,
-    GraphConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -42,7 +42,6 @@ from rpc_schema.config import (
 from worker_client.driver import Driver
 from worker_client.driver_parts.registry import DriverOptions
 from worker_client.group.loading import LoadedGroup
-from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, SchedulerLimits, scheduler_limits
 from worker_client.scheduler_output import StepResult
@@ -150,7 +149,6 @@ def worker_config(options: argparse.Namespace) -> WorkerConfig:
             max_num_batched_tokens=options.max_num_batched_tokens,
         ),
         cache=CacheConfig(block_size=BLOCK_SIZE),
-        graph=GraphConfig(),
     )
 
 
@@ -213,13 +211,8 @@ def main() -> None:
     """Run the workload; with --out write its figures."""
     options = parse_options()
     config = worker_config(options)
-    indexes = range(config.parallel.world_size)
-    devices = ["cpu" if options.device == "cpu" else f"cuda:{index}" for index in indexes]
-    with (
-        LocalDaemons(devices, options.model.resolve().parent) as daemons,
-        WorkerGroup(daemons.endpoints, config.parallel) as group,
-    ):
-        group.attach()
+    devices = devices_of(options.device, config.parallel.world_size)
+    with local_group(devices, options.model.resolve().parent, config.parallel) as (group, _):
         found = run(group, group.prepare(config), config, options)
     if options.out is not None:
         options.out.write_text(json.dumps(found, indent=1) + "\n")

@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -26,10 +26,9 @@ from typing import Literal
 
 import numpy as np
 
+from benchmarks.local_group import devices_of, local_group
 from rpc_schema.codec import encode_step
 from rpc_schema.config import (
-    CacheConfig,
-    GraphConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -40,7 +39,7 @@ from worker_client.driver import Driver
 from worker_client.errors import StepFailed, WorkerDied
 from worker_client.group.loading import LoadedGroup
 from worker_client.group.replacement import ReplacementReport
-from worker_client.launcher import LocalDaemons
+from worker_client.launcher import Command, LocalDaemons, serve_command
 from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, scheduler_limits
 from worker_client.wire.liveness import LivenessEvent
@@ -83,29 +82,20 @@ def configuration(
         scheduler=SchedulerConfig(
             max_num_seqs=64, max_num_batched_tokens=2048, step_deadline_ms=STEP_DEADLINE_MS
         ),
-        cache=CacheConfig(),
-        graph=GraphConfig(),
     )
 
 
-def start(options: argparse.Namespace) -> LocalDaemons:
-    """Start two daemons that may read the model, and save to and read from the page-cache
-    directory."""
-    roots = [options.model.parent, *([options.page_cache] if options.page_cache else [])]
-    saving = ["--save-root", str(options.page_cache)] if options.page_cache else []
-
-    def command(endpoint: str, device: str, pipe: int) -> Sequence[str]:
-        words = [sys.executable, "-m", "worker_daemon", "serve", "--endpoint", endpoint]
-        words += ["--device", device, "--exit-with-parent-fd", str(pipe), *saving]
-        return [*words, *(word for root in roots for word in ("--model-root", str(root)))]
-
-    devices = ["cuda:0", "cuda:1"] if options.device == "cuda" else ["cpu", "cpu"]
-    return LocalDaemons(devices, options.model.parent, command=command)
+def command_of(options: argparse.Namespace) -> Command:
+    """Return the command lines of daemons that may read the model, and save to and read from the
+    page-cache directory."""
+    words = ["--model-root", str(options.model.parent)]
+    if options.page_cache is not None:
+        words += ["--model-root", str(options.page_cache), "--save-root", str(options.page_cache)]
+    return serve_command(*words)
 
 
 def prepare(group: WorkerGroup, options: argparse.Namespace, shape: str) -> LoadedGroup:
     """Load the model, through the page-cache directory if requested."""
-    group.attach()
     blocks = options.num_blocks or None
     loaded = group.prepare(configuration(options.model, shape, "dummy"), num_gpu_blocks=blocks)
     if options.page_cache is None:
@@ -261,7 +251,8 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
     """Yield the figures, in the order in which they are measured."""
     for shape in options.shapes:
         parallel = configuration(options.model, shape, "dummy").parallel
-        with start(options) as daemons, WorkerGroup(daemons.endpoints, parallel) as group:
+        devices, root = devices_of(options.device, 2), options.model.parent
+        with local_group(devices, root, parallel, command_of(options)) as (group, daemons):
             group.watch.on_event = lambda event: print(f"  {event.kind}: rank {event.rank}")
             loaded = prepare(group, options, shape)
             for _ in range(options.rounds):

@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import workloads
+from benchmarks.local_group import local_group
 from rpc_schema.config import (
     CacheConfig,
-    GraphConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
     WorkerConfig,
 )
 from worker_client.driver import Driver
-from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, scheduler_limits
 from worker_client.worker_group import WorkerGroup
@@ -45,7 +44,6 @@ class Served(NamedTuple):
 
 def measure(group: WorkerGroup, options: argparse.Namespace) -> list[Served]:
     """Serve the workload in all three ways."""
-    group.attach()
     vocab_size = json.loads((options.model / "config.json").read_text())["vocab_size"]
     workload = workloads.make(options.workload, vocab_size)
     found = []
@@ -61,7 +59,6 @@ def measure(group: WorkerGroup, options: argparse.Namespace) -> list[Served]:
             ),
             scheduler=SchedulerConfig(max_num_seqs=256),
             cache=CacheConfig(gpu_memory_utilization=0.9),
-            graph=GraphConfig(),
         )
         limits = scheduler_limits(group.prepare(config, reload=True), config)
         for returns in (False, True) if keeps else (False,):
@@ -97,10 +94,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     options.model = options.model.resolve()
-    with (
-        LocalDaemons([options.device], options.model.parent) as daemons,
-        WorkerGroup(daemons.endpoints, ParallelConfig()) as group,
-    ):
+    with local_group([options.device], options.model.parent) as (group, _):
         found = measure(group, options)
     if options.out is not None:
         options.out.write_text(json.dumps([each._asdict() for each in found], indent=1) + "\n")

@@ -21,17 +21,16 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
+from benchmarks.local_group import local_group
 from benchmarks.weight_update import make_tensors
 from rpc_schema.config import (
     CacheConfig,
-    GraphConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
     WorkerConfig,
 )
 from worker_client.driver import Driver
-from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, scheduler_limits
 from worker_client.scheduler_output import StepResult
@@ -87,7 +86,6 @@ def make_config(options: argparse.Namespace) -> WorkerConfig:
         ),
         scheduler=SchedulerConfig(max_num_seqs=options.requests),
         cache=CacheConfig(gpu_memory_utilization=0.5),
-        graph=GraphConfig(),
     )
 
 
@@ -108,7 +106,6 @@ def make_requests(options: argparse.Namespace, vocab_size: int) -> list[Generati
 def measure(group: WorkerGroup, options: argparse.Namespace) -> dict[str, Any]:
     """Serve the requests, and update the weights under them."""
     config = make_config(options)
-    group.attach()
     loaded = group.prepare(config)
     scheduler = Scheduler(scheduler_limits(loaded, config))
     tokens = Tokens()
@@ -174,10 +171,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     options.model = options.model.resolve()
-    with (
-        LocalDaemons([options.device], options.model.parent) as daemons,
-        WorkerGroup(daemons.endpoints, ParallelConfig()) as group,
-    ):
+    with local_group([options.device], options.model.parent) as (group, _):
         found = measure(group, options)
     print(json.dumps(found, indent=1))
     if options.out is not None:

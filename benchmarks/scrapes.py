@@ -21,19 +21,17 @@ from typing import Final
 
 import numpy as np
 
+from benchmarks.local_group import devices_of, local_group
 from rpc_schema.config import (
-    CacheConfig,
-    GraphConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
     WorkerConfig,
 )
 from worker_client.driver import Driver
-from worker_client.launcher import LocalDaemons, serve_command
+from worker_client.launcher import serve_command
 from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, scheduler_limits
-from worker_client.worker_group import WorkerGroup
 
 EVERY_S: Final = 0.1
 PROMPT: Final = 64
@@ -110,20 +108,13 @@ def main() -> None:
             max_model_len=PROMPT + args.tokens,
         ),
         scheduler=SchedulerConfig(max_num_seqs=args.requests),
-        cache=CacheConfig(),
-        graph=GraphConfig(),
     )
     directory = tempfile.mkdtemp(prefix="wd-metrics-")
     place = f"{directory}/m"
     root = args.model.resolve().parent
     command = serve_command("--metrics-listen", f"unix:{place}", "--model-root", str(root))
-    devices = ["cpu" if args.device == "cpu" else "cuda:0"]
     try:
-        with (
-            LocalDaemons(devices, root, command=command) as daemons,
-            WorkerGroup(daemons.endpoints, config.parallel) as group,
-        ):
-            group.attach()
+        with local_group(devices_of(args.device), root, command=command) as (group, _):
             loaded = group.prepare(config)
             measure(args, place, lambda: Driver(group, Scheduler(scheduler_limits(loaded, config))))
     finally:

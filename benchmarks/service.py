@@ -31,6 +31,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from benchmarks import workloads
+from benchmarks.local_group import devices_of
 from benchmarks.poisson import JsonFigure, Latencies, figures, serve, worker_config
 from benchmarks.vllm_front_end import free_port, with_tokenizer
 from benchmarks.workloads import TimedRequest
@@ -296,8 +297,7 @@ def parse_options(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Start daemons and measure."""
     options = parse_options()
-    indexes = range(options.pp * options.tp)
-    devices = ["cpu" if options.device == "cpu" else f"cuda:{index}" for index in indexes]
+    devices = devices_of(options.device, options.pp * options.tp)
     with (
         with_tokenizer(options.model.resolve()) as model,
         LocalDaemons(devices, model.parent) as daemons,

@@ -22,6 +22,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.e2e import OPTIONS, bench
+from benchmarks.local_group import devices_of
 from rpc_schema.structured import StructuredOutput
 from worker_client.launcher import LocalDaemons
 from worker_client.structured.grammars import Grammars
@@ -150,9 +151,7 @@ def main() -> None:
     vocab_size, ends = config["vocab_size"], config["eos_token_id"]
     options = [*OPTIONS, "--pipeline-parallel-size", str(args.pp)]
     options += ["--tensor-parallel-size", str(args.tp)]
-    devices = [
-        args.device if args.device == "cpu" else f"cuda:{i}" for i in range(args.pp * args.tp)
-    ]
+    devices = devices_of(args.device, args.pp * args.tp)
     with tempfile.TemporaryDirectory() as scratch:
         model = make_model(
             args.model.resolve(),

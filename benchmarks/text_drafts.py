@@ -20,9 +20,9 @@ import torch
 import transformers
 from torch.nn.functional import cross_entropy
 
+from benchmarks.local_group import devices_of, local_group
 from rpc_schema.config import (
     CacheConfig,
-    GraphConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -31,7 +31,6 @@ from rpc_schema.config import (
 )
 from worker_client.driver import Driver
 from worker_client.group.loading import LoadedGroup
-from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, scheduler_limits
 from worker_client.scheduler.drafting.payoffs import DraftingChange
@@ -269,7 +268,7 @@ def measure(models: Path, devices: Sequence[str], loads: Sequence[Workload]) -> 
             method="draft_model", num_speculative_tokens=NUM_DRAFTS, model=str(models / name)
         )
     parallel = ParallelConfig(pipeline_parallel_size=len(devices))
-    with LocalDaemons(devices, models) as daemons:
+    with local_group(devices, models, parallel) as (group, _):
         for method, speculative in choices.items():
             chosen = [load for load in loads if method in ("none", *load.methods)]
             if not chosen:
@@ -279,17 +278,14 @@ def measure(models: Path, devices: Sequence[str], loads: Sequence[Workload]) -> 
                 model=ModelConfig(model=str(models / "target"), max_model_len=MAX_MODEL_LEN),
                 scheduler=SchedulerConfig(max_num_seqs=256),
                 cache=CacheConfig(gpu_memory_utilization=0.6),
-                graph=GraphConfig(),
                 speculative=speculative,
             )
-            with WorkerGroup(daemons.endpoints, parallel) as group:
-                group.attach()
-                loaded = group.prepare(config, reload=True)
-                for load in chosen:
-                    run = serve(group, loaded, config, load)._replace(method=method)
-                    plain.setdefault(load.name, run)
-                    print(run.beside(plain[load.name]), flush=True)
-                    runs.append(run)
+            loaded = group.prepare(config, reload=True)
+            for load in chosen:
+                run = serve(group, loaded, config, load)._replace(method=method)
+                plain.setdefault(load.name, run)
+                print(run.beside(plain[load.name]), flush=True)
+                runs.append(run)
     return runs
 
 
@@ -323,8 +319,7 @@ def main() -> None:
             for load in workloads(text, fields["vocab_size"])
             if load.name.startswith(tuple(args.workloads.split(",")))
         ]
-        places = [device if device == "cpu" else f"cuda:{stage}" for stage in range(args.pp)]
-        runs = measure(models, places, loads)
+        runs = measure(models, devices_of(device, args.pp), loads)
     if args.out is not None:
         args.out.write_text(json.dumps([run._asdict() for run in runs], indent=1) + "\n")
 

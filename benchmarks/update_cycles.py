@@ -19,21 +19,19 @@ import numpy as np
 import psutil
 import torch
 
+from benchmarks.local_group import LocalGroup, local_group
 from benchmarks.weight_update import make_tensors
 from rpc_schema.config import (
     CacheConfig,
-    GraphConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
     WorkerConfig,
 )
 from worker_client.driver import Driver
-from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, scheduler_limits
 from worker_client.trainer.sender import SendBackend, WeightSender
-from worker_client.worker_group import WorkerGroup
 
 NUM_FIRST = 10
 """Cycles after which memory is to be flat."""
@@ -65,8 +63,9 @@ def generate(driver: Driver, prompts: list[list[int]], name: str) -> list[list[i
     return [list(tokens[f"{name}-{index}"]) for index in range(len(prompts))]
 
 
-def measure(group: WorkerGroup, daemon_pid: int, options: argparse.Namespace) -> dict[str, object]:
+def measure(local: LocalGroup, options: argparse.Namespace) -> dict[str, object]:
     """Run the cycles."""
+    group = local.group
     trainer = torch.device(options.device)
     config = WorkerConfig(
         parallel=ParallelConfig(),
@@ -79,9 +78,7 @@ def measure(group: WorkerGroup, daemon_pid: int, options: argparse.Namespace) ->
         ),
         scheduler=SchedulerConfig(max_num_seqs=64),
         cache=CacheConfig(gpu_memory_utilization=0.4),
-        graph=GraphConfig(),
     )
-    group.attach()
     loaded = group.prepare(config)
     scheduler = Scheduler(scheduler_limits(loaded, config))
     driver = Driver(group, scheduler, max_history=256)
@@ -89,7 +86,8 @@ def measure(group: WorkerGroup, daemon_pid: int, options: argparse.Namespace) ->
     sets.append({name: tensor.flip(0).contiguous() for name, tensor in sets[0].items()})
     rng = np.random.default_rng(3)
     prompts = rng.integers(loaded.metadata.vocab_size, size=(NUM_PROMPTS, 20)).tolist()
-    processes = [psutil.Process(daemon_pid), psutil.Process()]
+    (pid,) = local.daemons.pids
+    processes = [psutil.Process(pid), psutil.Process()]
 
     def memory() -> Memory:
         used = 0.0
@@ -136,12 +134,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     options.model = options.model.resolve()
-    with (
-        LocalDaemons([options.device], options.model.parent) as daemons,
-        WorkerGroup(daemons.endpoints, ParallelConfig()) as group,
-    ):
-        (pid,) = daemons.pids
-        found = measure(group, pid, options)
+    with local_group([options.device], options.model.parent) as local:
+        found = measure(local, options)
     print(json.dumps(found, indent=1))
     if options.out is not None:
         options.out.write_text(json.dumps(found, indent=1) + "\n")

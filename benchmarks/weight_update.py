@@ -22,16 +22,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.loading import Figure, make_stage, read_rate, report, synchronize, write_checkpoint
+from benchmarks.local_group import local_group
 from rpc_schema.config import (
     CacheConfig,
-    GraphConfig,
     LoadFormat,
     ModelConfig,
     ParallelConfig,
-    SchedulerConfig,
     WorkerConfig,
 )
-from worker_client.launcher import LocalDaemons
 from worker_client.trainer.sender import PACKED_BYTES, SendBackend, WeightSender
 from worker_client.worker_group import WorkerGroup
 from worker_daemon.models.config import read_model_config
@@ -109,26 +107,15 @@ def measure_reload(options: argparse.Namespace, scratch: Path) -> Iterator[Figur
 @contextmanager
 def daemon(device: str, model: Path, load_format: LoadFormat) -> Iterator[WorkerGroup]:
     """Start a daemon, load a model, and yield the driver's group."""
-    parallel = ParallelConfig()
     config = WorkerConfig(
-        parallel=parallel,
+        parallel=ParallelConfig(),
         model=ModelConfig(model=str(model), dtype="bfloat16", load_format=load_format),
-        scheduler=SchedulerConfig(),
         cache=CacheConfig(gpu_memory_utilization=0.4),  # leave memory for the trainer
-        graph=GraphConfig(),
     )
-    with (
-        LocalDaemons([device], model.parent) as daemons,
-        WorkerGroup(daemons.endpoints, parallel) as group,
-    ):
-        group.attach()
-        try:
-            group.load_chain.init_device(config)
-            group.load_chain.load_model(config)
-            yield group
-        except BaseException:
-            print(daemons.log_tail(0))
-            raise
+    with local_group([device], model.parent) as (group, _):
+        group.load_chain.init_device(config)
+        group.load_chain.load_model(config)
+        yield group
 
 
 def make_tensors(model: Path, device: torch.device) -> dict[str, Tensor]:
