@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import random
 import re
 import resource
@@ -33,6 +34,7 @@ from tests.support.command_line import (
     short_directory,
     status_of,
 )
+from tests.support.stopping import stop_process
 from tests.support.waiting import PATIENCE_S, wait_until
 from worker_client.inputs.tokenizer import load_tokenizer
 from worker_client.worker_group import WorkerGroup
@@ -619,10 +621,10 @@ def test_a_client_that_does_not_read_delays_nobody_and_is_left(service, model):
     async def main():
         async with service.client() as client:
             await until_idle(client)
+            began = time.monotonic()
             slow = raw_client(service, json.dumps({**large, "stream": True}).encode())
             while not (await health(client))["running"]:
                 await asyncio.sleep(0.01)
-            began = time.monotonic()
             await whole(client, long_case(0, 20))
             await until_idle(client)
             return slow, time.monotonic() - began
@@ -741,26 +743,30 @@ def test_many_streams_at_once(num_streams, num_waves, kept_service, endpoints, m
 
 
 def test_sigterm_lets_requests_end(service, endpoints, cases, expected):
-    """New requests are refused meanwhile."""
+    """New requests are refused meanwhile: a daemon stands until one was."""
+    pid = status_of(endpoints[1]).pid
 
     async def main():
-        refused = []
-
         async def be_refused():
-            async with service.client() as client:
-                while not refused or refused[-1].status_code == 200:
-                    refused.append(await client.post(PATH, json=completion("a", max_tokens=1)))
+            try:
+                async with service.client() as client:
+                    while (await health(client))["state"] == "serving":
+                        await asyncio.sleep(0.01)
+                    return await client.post(PATH, json=completion("a", max_tokens=1))
+            finally:
+                os.kill(pid, signal.SIGCONT)
 
         tasks = []
 
         def terminate():
+            stop_process(pid)
             service.process.send_signal(signal.SIGTERM)
             tasks.append(asyncio.create_task(be_refused()))
 
         async with service.client() as client:
-            found, _ = await streamed(client, long_case(5, 200), terminate)
-            await tasks[0]
-            assert refused[-1].status_code == 503 and refused[-1].headers["Retry-After"]
+            found, _ = await streamed(client, long_case(5, 400), terminate)
+            refused = await tasks[0]
+            assert refused.status_code == 503 and refused.headers["Retry-After"]
             await asyncio.to_thread(service.process.wait, LIMIT_S)
             assert service.process.returncode == 0
             with pytest.raises(httpx2.ConnectError):

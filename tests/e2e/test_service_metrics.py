@@ -186,10 +186,11 @@ async def streamed(client):
 async def leave(client):
     """Begin a long request, and leave after its first tokens."""
     body = {"model": "demo", "prompt": "The", "max_tokens": 900, "ignore_eos": True}
+    first_tokens = "time_to_first_token_seconds_count"
+    before = ours(await scrape(client), first_tokens)
     waiting = asyncio.create_task(client.post("/v1/completions", json=body))
-    while ours(await scrape(client), "requests_running") < 1:
+    while ours(await scrape(client), first_tokens) == before:
         await asyncio.sleep(0.01)
-    await asyncio.sleep(0.2)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     while ours(await scrape(client), "requests_running") > 0:

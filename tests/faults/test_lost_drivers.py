@@ -94,7 +94,6 @@ def test_connection_that_is_reset_while_no_python_runs_is_made_again(
     with troubled_driver(relay.endpoint) as first, observer_of(daemon) as observer:
         first.tell(f"hold {HOLD_S}")
         first.await_line("holding")
-        time.sleep(0.2)
         for number in range(relay.num_made[".results"], relay.num_made[".results"] + 5):
             relay.cut(".results")
             is_back = partial(has_connected, relay, number)
@@ -143,7 +142,6 @@ def test_lease_without_a_connection_is_another_driver_s_for_the_asking(
     with troubled_driver(relay.endpoint) as first, group_on(daemon.endpoint) as second:
         first.tell(f"hold {HOLD_S}")
         first.await_line("holding")
-        time.sleep(0.2)
         relay.cut(".results", refuse=True)
         second.attach()
         before = admit(second)
@@ -282,12 +280,13 @@ def test_driver_whose_process_the_daemon_cannot_see_is_known_by_its_connection(
 
 
 def test_driver_that_dies_with_a_step_in_flight_leaves_its_result(daemon: DaemonProcess) -> None:
-    with troubled_driver(daemon.endpoint) as first:
+    with troubled_driver(daemon.endpoint) as first, observer_of(daemon) as observer:
         last = first.step()
         first.tell(f"hold {HOLD_S}")
-        while (line := first.line()) != "holding":
+        while not (line := first.line()).startswith("holding"):
             last = int(line)
-        time.sleep(0.2)
+        seq = int(line.split()[1])
+        wait_until(lambda: observer.status().last_seq >= seq, "the daemon has run the step")
         first.kill()
     with group_on(daemon.endpoint) as second:
         second.attach()

@@ -2,7 +2,8 @@
 one daemon with the fake worker, in a process of its own, that gets into trouble on command. It
 steps all the time and writes the daemon's count of steps for each; a line on stdin is a command:
 
-- `hold S`: send a step, and keep every thread from running Python for S seconds; then go on.
+- `hold S`: send a step, write `holding SEQ`, and keep every thread from running Python for S
+  seconds; then go on.
 - `fork`: fork a child that holds the sockets open; writes `child PID`.
 
 At its end it writes the name of the error that ended it."""
@@ -35,8 +36,8 @@ def hold(seconds: float) -> None:
 def run(group: WorkerGroup, command: str) -> None:
     word, *args = command.split()
     if word == "hold":
-        print("holding", flush=True)
         future = group.execute_model(SchedulerOutput({"none": 1}))
+        print("holding", future.seq, flush=True)
         hold(float(args[0]))
         print(future.result().sampled["none"], flush=True)
     elif word == "fork":

@@ -176,6 +176,8 @@ def test_where_others_do_not_stop_moving_the_least_counts(fakes, connect, caplog
 def test_a_second_driver_goes_on_with_what_is_loaded(fakes, connect):
     daemons, group, model = ready(fakes, connect, 2)
     serve(group, model, pp=2)
+    first, second = daemons.daemons
+    wait_until(lambda: first.last_seq == second.last_seq, "rank 0, which owes no outcome")
     other = connect(daemons, 2)
     other.attach(force=True)
     again = other.prepare(worker_config(2))
