@@ -218,8 +218,8 @@ def connect_waiting(endpoint: str) -> None:
 
 @pytest.mark.parametrize("say", [attach_waiting, connect_waiting])
 def test_wait_covers_the_answer_of_a_daemon_that_listens(directory, say, monkeypatch):
-    monkeypatch.setattr("worker_client.wire.health_client.CONTROL_TIMEOUT_S", 1.0)
-    monkeypatch.setattr("worker_client.group.attaching.ATTACH_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("worker_client.wire.health_client.CONTROL_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("worker_client.group.attaching.ATTACH_TIMEOUT_S", 2.0)
     daemon = LateDaemon(f"ipc://{directory}/w0").start()
     say(daemon.endpoint)
     daemon.stop()

@@ -259,7 +259,8 @@ def test_loop_that_gives_no_heartbeat_loses_its_lease_and_may_attach_again(drive
     group.attach()
     with beating(group):
         time.sleep(terms.ttl_s + terms.heartbeat_timeout_s + 0.3)
-        assert state_of(drivers.daemons[0]) == "held"
+        # On a busy host a heartbeat may be late. A lease that has expired is held by nobody again.
+        wait_until(lambda: state_of(drivers.daemons[0]) == "held", "it is held")
     for daemon in drivers.daemons:
         wait_until(lambda daemon=daemon: state_of(daemon) == "orphan", "the lease expires")
     with pytest.raises(LeaseExpiredError):
