@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from contextlib import contextmanager
 from functools import partial
+from operator import ge
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from rpc_schema.trace import ReadTrace, StartTrace, StopTrace
 from tests.support.command_line import run_client, short_directory, status_of
 from tests.support.forked_daemons import ForkedDaemons
 from tests.support.serving import LONG_LEASE, connect, generate, greedy_request, worker_config
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, wait_until
 from worker_client.cli.daemons import connect as observe
 from worker_client.errors import ClientConfigError
 from worker_client.replicas.group import DataParallelGroup
@@ -239,17 +240,24 @@ def test_trace_has_the_steps_of_every_replica_s_driver(pair, model):
         group.attach()
         loaded = group.prepare(config, num_gpu_blocks=64, reload=True)
         ended = threading.Event()
+        num_runs = [0, 0]
 
-        def drive(replica):
+        def drive(dp_rank):
+            request = greedy_request("a", [1, 2, 3], 20, ignore_eos=True)
             while not ended.is_set():
-                generate(replica, loaded[0], [greedy_request("a", [1, 2, 3], 20, ignore_eos=True)])
+                generate(group.replicas[dp_rank], loaded[0], [request])
+                num_runs[dp_rank] += 1
 
-        threads = [threading.Thread(target=drive, args=[own]) for own in group.replicas]
+        def let_each_run(seconds):
+            enough = [count + 2 for count in num_runs]  # one of them from its first step
+            wait_until(lambda: all(map(ge, num_runs, enough)), "a run of each", seconds)
+
+        threads = [threading.Thread(target=drive, args=[dp_rank]) for dp_rank in (0, 1)]
         for thread in threads:
             thread.start()
         try:
             with observe(pair.endpoints) as clients:
-                recorded = record_group(list(reversed(clients)), 0.3)
+                recorded = record_group(list(reversed(clients)), 60.0, let_each_run)
         finally:
             ended.set()
             for thread in threads:
