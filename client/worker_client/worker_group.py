@@ -263,7 +263,7 @@ class WorkerGroup:
 
     def get_status(self) -> list[lc.Status]:
         """Return every daemon's state."""
-        return [client.get_status() for client in self.clients]
+        return self._channel.daemons.get_status()
 
     def check_health(self) -> list[CheckHealthReply]:
         """Return every daemon's health."""
@@ -393,7 +393,7 @@ class WorkerGroup:
         If a failure has not been reported by any result(), the returned future fails with it, and
         the requests of `output` are lost too: the scheduler planned the step before it knew of the
         failure. The same holds if relinking fails. Requests of the step that wait to be recomputed
-        (`weights.is_recomputing`) are recomputed first.
+        (`weights.recomputation`) are recomputed first.
 
         Raises:
             TooManyStepsInFlight: pipeline size + 1 steps are in flight.
@@ -402,8 +402,8 @@ class WorkerGroup:
             WeightsNotWhole: a weight update is open, or has failed; nothing was sent.
             DrainingError: an operator drains this group; nothing was sent.
         """
-        if self.weights.is_recomputing:
-            self.weights.recompute_for(output)
+        if self.weights.recomputation.is_pending:
+            self.weights.recomputation.advance_for(output)
         if not self._channel.takes_steps_at_once:
             self._channel.check_usable()
             self._channel.check_serving()

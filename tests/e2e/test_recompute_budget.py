@@ -64,7 +64,7 @@ def test_steps_go_on_between_recomputed_parts(serve, models, pp, tp, budget, see
         expected = group.slots._rows.num_computed[computed].sum() - 36  # nine blocks are shared
         watched.add(texts[5:], 40, first=5)
         num_steps, done = 0, 0
-        while group.weights.is_recomputing:
+        while group.weights.recomputation.is_pending:
             watched.step()
             num_steps += 1
             assert group.weights.recomputed.num_tokens <= done + budget
@@ -103,11 +103,11 @@ def test_requests_that_wait_end_and_begin_again(serve, models, seed):
         watched.step(rng.randrange(1, 4))
         watched.scheduler.release_request("r3")
         watched.step(rng.randrange(1, 3))
-        assert group.weights.is_recomputing
+        assert group.weights.recomputation.is_pending
         group.weights.reload(str(last.path), running="keep")  # and so again, with the budget
         assert {"r1", "r2", "r4"} <= {*group.slots.stale}
         watched.scheduler.await_recompute(())
-        group.weights.on_recomputing = None
+        group.weights.recomputation.on_waiting = None
         watched.finish()
     assert watched.driver.num_failures == 0
     assert watched.admitted == {"r0": 1, "r1": 1, "r2": 1, "r3": 2, "r4": 1}
@@ -181,7 +181,7 @@ def test_next_driver_goes_on_with_what_was_recomputed(serve, models, is_cut_off,
 
             group.clients[1].send = die
             with pytest.raises(KeyboardInterrupt):
-                group.weights.recompute_next()
+                group.weights.recomputation.advance()
         config = worker_config(new.path, 2)
         with successor(endpoints, config, loaded) as (next_one, adopted):
             assert {each.req_id for each in adopted if not each.num_computed_tokens} == waiting

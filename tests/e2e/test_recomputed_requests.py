@@ -243,7 +243,7 @@ def test_next_driver_recomputes_what_its_predecessor_has_not(serve, models, seed
         watched.add(texts, 40, logprobs=None)
         watched.step(rng.randrange(3, 7))
         first = group.weights.version.number
-        group.weights._recompute = lambda: None  # and its driver is gone
+        group.weights.recomputation.begin = lambda planned: None  # and its driver is gone
         recompute(group, new)
         for is_last in (False, True):
             config = worker_config((old if is_last else new).path, 2)

@@ -71,7 +71,7 @@ def test_what_a_step_of_training_changed(
             # Nothing is known of what the workers have: everything is sent.
             whole = sender.send_changes(tensors_of(old), packed_bytes=packed_bytes)
             assert checksums(group) == before
-            channel = sender._channel
+            channel = sender._connection.channel
             # A wrong index is known once it has come: nothing is written, and nobody leaves.
             wrong = {UP: SparseDelta(torch.tensor([1, 64 * 96]), torch.zeros(2))}
             words = rf"outside {UP}; field {UP}.indices = {64 * 96};"
@@ -82,7 +82,7 @@ def test_what_a_step_of_training_changed(
             # The update is still open, so the workers' weights are not those sent last.
             again = sender.send_changes(tensors_of(old), packed_bytes=packed_bytes)
             assert again.size_bytes == whole.size_bytes
-            assert sender._channel is channel
+            assert sender._connection.channel is channel
             report = sender.send_changes(tensors_of(new), packed_bytes=packed_bytes)
             assert report.version == again.version + 1
             assert report.num_tensors == whole.num_tensors

@@ -318,13 +318,13 @@ def test_names_of_the_former_round_are_meant_where_none_are_sent(served, old, ne
         sender.connect()
         group.weights.start_update()
         with pytest.raises(ConfigError, match="no names were given, now or before"):
-            sender._update(TensorList(), [], 0)
+            sender._transfer(TensorList(), [], 0)
         with pytest.raises(ConfigError, match="different lengths"):
-            sender._update(listed(tensors_of(new))._replace(shapes=()), [], 0)
+            sender._transfer(listed(tensors_of(new))._replace(shapes=()), [], 0)
         sender.send(tensors_of(old))
         before = checksums(group)
         group.weights.start_update()
-        sender._update(TensorList(), list(tensors_of(new).values()), 0)
+        sender._transfer(TensorList(), list(tensors_of(new).values()), 0)
         group.weights.finish_update()
     assert all(a != b for a, b in zip(before, checksums(group), strict=True))
 

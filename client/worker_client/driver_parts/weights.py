@@ -28,30 +28,31 @@ class WeightsPart(DriverPart):
         if weights is None:
             return
         weights.planned = lambda: context.steps.unsent
-        weights.on_version = weights.on_recomputed = weights.on_recomputing = None
+        recomputation = weights.recomputation
+        weights.on_version = recomputation.on_complete = recomputation.on_waiting = None
         if isinstance(scheduler, SuspendingScheduler):
-            weights.on_recomputing = scheduler.await_recompute
+            recomputation.on_waiting = scheduler.await_recompute
         if not isinstance(scheduler, VersionedScheduler):
             return
         weights.on_version = scheduler.use_weights
         if isinstance(scheduler, RecomputingScheduler):
-            weights.on_recomputed = scheduler.share_recomputed
+            recomputation.on_complete = scheduler.share_recomputed
         if weights.version is not None:
             scheduler.use_weights(weights.version)
 
     def prepare(self) -> None:
         weights = self._weights
-        if weights is None or not weights.is_recomputing:
+        if weights is None or not weights.recomputation.is_pending:
             return
         if not self._context.scheduler.has_unfinished_requests():
             return
         try:
-            weights.recompute_next()
+            weights.recomputation.advance()
         except WorkerDied as died:
             self._context.replace(died)
 
     def wait(self) -> bool:
-        return self._weights is not None and self._weights.is_recomputing
+        return self._weights is not None and self._weights.recomputation.is_pending
 
     def _follow_adapters(self) -> None:
         loras: GroupLoras | None = getattr(self._context.group, "loras", None)

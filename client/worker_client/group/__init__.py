@@ -7,7 +7,7 @@ attaching.py        takes the lease of every rank; together.py: of several group
 loading.py          loads models; load_chain.py, kv_planning.py: its phases
 replacement.py      replaces a lost rank; resending.py, sent_steps.py: steps that are sent again
 adoption.py         requests that an earlier driver has left running
+weights.py          updates; weights_state.py, lora_update.py, recomputing.py, saving.py
 
-What `WorkerGroup` has by name: weights.py (with weights_state.py, running.py, recomputing.py,
-recompute_plan.py), memory.py, loras.py, uploads.py, prefixes.py, profiling.py.
+What `WorkerGroup` has by name besides: memory.py, loras.py, uploads.py, prefixes.py, profiling.py.
 """

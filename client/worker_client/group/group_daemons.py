@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+from rpc_schema.lifecycle import Status
 from worker_client.errors import WorkerDied
 from worker_client.wire.control_channel import CheckDeaths
 from worker_client.wire.endpoint import Endpoint, new_driver_id
@@ -72,6 +73,10 @@ class GroupDaemons:
         if not self.absent:
             return self.clients
         return [client for client in self.clients if client.rank not in self.absent]
+
+    def get_status(self) -> list[Status]:
+        """Return every daemon's state."""
+        return [client.get_status() for client in self.clients]
 
     def client(self, rank: int) -> WorkerClient:
         """Return the client of a rank."""

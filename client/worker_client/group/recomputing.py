@@ -1,7 +1,7 @@
 """Recomputes the KV of a group's running requests after new weights, in place: RecomputeRequests.
 The workers report their rows and tokens, so that no scheduler need take part."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -12,12 +12,13 @@ from rpc_schema.adoption import AdoptRequests, AdoptRequestsReply
 from rpc_schema.errors import WorkerError
 from rpc_schema.kv_cache import BlockGroup, groups_of
 from rpc_schema.weight_transfer import RecomputeRequests, RecomputeRequestsReply
-from worker_client.errors import DeadlineExceeded
+from worker_client.errors import DeadlineExceeded, config_error
 from worker_client.group.adoption import RankRow, read_page
 from worker_client.group.failure_state import ENDS_OWNERSHIP, Change, FailureState
 from worker_client.group.group_channel import OPERATION_TIMEOUT_S, GroupChannel
 from worker_client.group.outcomes import StepsInFlight
 from worker_client.group.recompute_plan import RowsMessage, RowsPlan, is_in_place
+from worker_client.group.running import RunningRequests
 from worker_client.group.waiting import Waiter
 from worker_client.scheduler_output import SchedulerOutput
 from worker_client.steps.slots import SlotTable
@@ -42,8 +43,9 @@ class Recomputed(NamedTuple):
 
 
 class Recomputation:
-    """Recomputes the requests of a group, message by message; steps may be sent in between. The
-    slot table has the requests that wait (SlotTable.stale). Belongs to the group's thread."""
+    """Recomputes the requests that a group keeps when its weights change, message by message; steps
+    may be sent in between. The slot table has the requests that wait (SlotTable.stale). Belongs to
+    the group's thread."""
 
     def __init__(
         self, channel: GroupChannel, steps: StepsInFlight, state: FailureState, waiter: Waiter
@@ -52,27 +54,93 @@ class Recomputation:
         self._steps = steps
         self._state = state
         self._waiter = waiter
+        self._is_due = False
+        """Requests are to be recomputed once the weights are complete."""
+        self._next_budget: int | None = None
+        """Most tokens that are then recomputed between two steps; None: all before the first."""
         self._plan: RowsPlan | None = None
         self._budget = ALL_TOKENS
         self.report: Recomputed | None = None
-        """The work of the last recomputation; None: there was none, or no row was left after a
-        failure."""
+        """The work of the last recomputation, so far; None: there was none, or no row was left
+        after a failure."""
+        self.on_complete: Callable[[], None] | None = None
+        """Called once the KV of all running requests is of the newest version, before another step
+        can run; must not call the group. The newest driver of the group sets it."""
+        self.on_waiting: Callable[[Collection[str]], None] | None = None
+        """Called with the requests that still wait, when these change other than by steps.
+        Otherwise like on_complete."""
 
     @property
-    def is_open(self) -> bool:
-        """True from begin() on, until advance() has found that no request waits any more."""
-        return self._plan is not None
+    def is_pending(self) -> bool:
+        """True while requests are recomputed between steps, or will be once the weights are
+        complete: advance() goes on with that."""
+        return self._plan is not None or (self._is_due and self._next_budget is not None)
 
-    def begin(self, planned: SchedulerOutput | None, budget: int | None) -> None:
-        """Let all requests with a row wait for advance(); no step is in flight. Requests whose KV
-        cannot be computed in place, or that `planned`, an unsent step, begins with KV of other
-        weights, are lost: the next step's failure names them. So are all if a rank cannot report
-        its rows, or if a step has failed before. budget: most tokens of an advance(); None: all.
+    def check_possible(self, running: RunningRequests) -> None:
+        """Refuse to recompute requests of replicas in lockstep: each replica's passes would be a
+        step of all of them."""
+        if running == "recompute" and self._channel.num_replicas > 1:
+            problem = "replicas in lockstep cannot recompute requests"
+            raise config_error("running", running, problem, "use keep, drop or abort")
+
+    def expect(self, running: RunningRequests, budget: int | None) -> None:
+        """Note what becomes of the requests while weights are replaced. Those that are kept are to
+        be recomputed afterwards if this update says so, or if some wait already."""
+        if running == "recompute":
+            self._next_budget, self._is_due = budget, True
+        elif running == "keep":
+            self._is_due |= bool(self._steps.slots.stale)
+        else:
+            self._is_due = False
+            self._tell_waiting()
+
+    def cancel(self) -> None:
+        """Note that the weights are not replaced after all: requests go on as before."""
+        self._is_due = False
+
+    def begin(self, planned: SchedulerOutput | None) -> None:
+        """Recompute requests, or let them wait for it, if they are to be and the weights are
+        complete. No step is in flight. planned: an unsent step.
 
         Raises:
             WorkerDied: a daemon is dead.
             WorkerError: the lease is lost.
         """
+        if not self._is_due or self._state.weights_cause:
+            return
+        self._is_due = False
+        self._find_rows(planned)
+        self._tell_waiting()
+        while self._next_budget is None and self._plan is not None:
+            self.advance()
+
+    def advance(self) -> None:
+        """Recompute requests, as many tokens as the budget allows, once the steps in flight are
+        over. `Driver` calls it before each step while is_pending; execute_model() does for the
+        requests of a step that wait. If a rank fails, all requests are lost; if a step has failed,
+        those that wait.
+
+        Raises: as WorkerGroup.execute_model does, but for InvalidSchedulerOutput.
+        """
+        is_complete = self._compute()
+        self._tell_waiting()
+        if is_complete and self.on_complete is not None:
+            self.on_complete()
+
+    def advance_for(self, output: SchedulerOutput) -> None:
+        """Recompute the requests that a step is to compute, and those before them, as advance()
+        does."""
+        try:
+            scheduled = {*output.decode_req_ids, *output.num_scheduled_tokens}
+        except TypeError:  # it is malformed, and will be refused
+            return
+        while not scheduled.isdisjoint(self._steps.slots.stale):
+            self.advance()
+
+    def _find_rows(self, planned: SchedulerOutput | None) -> None:
+        """Let all requests with a row wait for advance(). Requests whose KV cannot be computed in
+        place, or that `planned` begins with KV of other weights, are lost: the next step's failure
+        names them. So are all if a rank cannot report its rows, or if a step has failed before."""
         self._plan = self.report = None
         slots = self._slots
         if slots.must_resync:  # workers and scheduler may not know yet which rows are left
@@ -100,19 +168,12 @@ class Recomputation:
             self._steps.lose_rows(NOT_IN_PLACE, req_ids=lost)
         slots.await_recompute(row.row.req_id for row in kept)
         self._plan = RowsPlan(kept, groups)
-        self._budget = ALL_TOKENS if budget is None else budget
+        self._budget = ALL_TOKENS if self._next_budget is None else self._next_budget
         self.report = Recomputed(0, 0, 0.0, frozenset(lost))
 
-    def advance(self) -> bool:
-        """Have the ranks recompute as many tokens as the budget allows, once the steps in flight
-        are over. Return True if no request waits any more, and all that run have KV of the present
-        weights. If a rank fails, all requests are lost.
-
-        Raises:
-            WorkerDied: a daemon is dead.
-            WorkerError: the lease is lost.
-            DrainingError, WeightsNotWhole: as execute_model does; nothing was sent.
-        """
+    def _compute(self) -> bool:
+        """Have the ranks compute the next message. Return True if no request waits any more, and
+        all that run have KV of the present weights."""
         self._channel.check_usable()
         self._channel.check_serving()
         self._waiter.wait_for_all()
@@ -142,6 +203,10 @@ class Recomputation:
             return False
         slots.share_recomputed()
         return True
+
+    def _tell_waiting(self) -> None:
+        if self.on_waiting is not None:
+            self.on_waiting(frozenset(self._steps.slots.stale))
 
     @property
     def _slots(self) -> SlotTable:
@@ -195,3 +260,17 @@ class Recomputation:
             ),
             timeout_s=OPERATION_TIMEOUT_S + num_passes * self._channel.links.step_deadline_s,
         )
+
+
+def check_budget(budget: int | None, running: RunningRequests, *, is_in_place: bool = True) -> None:
+    """Raise ClientConfigError for a budget that is none, or that nothing is recomputed with.
+    is_in_place: the update's requests can be recomputed in place."""
+    if budget is None:
+        return
+    if running != "recompute" or not is_in_place:
+        problem, fix = "no request is recomputed in place", "leave it out, or use recompute"
+        raise config_error("recompute_budget", budget, problem, fix)
+    if type(budget) is not int or budget < 1:
+        problem = "it is not a positive number of tokens"
+        fix = "give 1 or more, or None to recompute all requests at once"
+        raise config_error("recompute_budget", budget, problem, fix)

@@ -1,38 +1,31 @@
-"""The weights of a group: updates in place, reloads, checksums and saves. weights_state.py says
-whether the ranks' weights are complete, and of one model."""
+"""The weights of a group, for callers: updates in place and reloads, and which version the ranks
+have. Whether that is complete: weights_state.py. Requests that run on: recomputing.py. Adapters:
+lora_update.py. Files: saving.py."""
 
-import contextlib
-import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Literal, TypeAlias, TypeVar
+from typing import Final, Literal, TypeAlias
 
 from rpc_schema import lifecycle as lc
 from rpc_schema import weight_transfer as wt
-from rpc_schema.base import StepReply, StepRequest
-from rpc_schema.errors import (
-    ConfigError,
-    WorkerDaemonError,
-    WorkerError,
-)
+from rpc_schema.errors import WorkerError
 from rpc_schema.identity import first_difference
-from worker_client.errors import (
-    DeadlineExceeded,
-    config_error,
-)
+from worker_client.errors import config_error
 from worker_client.group.failure_state import Change, FailureState, WeightsGone
 from worker_client.group.group_channel import GroupChannel
+from worker_client.group.lora_update import LoraUpdate
 from worker_client.group.loras import GroupAdapter, GroupLoras
 from worker_client.group.outcomes import StepsInFlight
-from worker_client.group.recomputing import Recomputation, Recomputed
+from worker_client.group.recomputing import Recomputation, Recomputed, check_budget
 from worker_client.group.running import RunningRequests
+from worker_client.group.saving import save_set
 from worker_client.group.waiting import Waiter
 from worker_client.group.weights_state import (
     WeightsVersion,
-    check_same_weights,
     common_version,
     given_up,
     learned,
+    next_number,
 )
 from worker_client.scheduler_output import SchedulerOutput
 from worker_client.wire.worker_client import TensorList
@@ -43,13 +36,8 @@ SHARD_MAX_SIZE_BYTES: Final = 5 << 30
 TRANSFER_SLACK_S: Final = 30.0
 """Time between a rank's timeout for a trainer and ours."""
 
-MAX_VERSION: Final = 2**63 - 1
-"""Largest number of a version."""
-
 Target: TypeAlias = Literal["model", "draft_model"] | GroupAdapter
 """Weights that an update changes: of the model, of the one that drafts for it, or an adapter's."""
-
-ReplyT = TypeVar("ReplyT", bound=StepReply)
 
 
 class GroupWeights:
@@ -74,35 +62,20 @@ class GroupWeights:
         self.on_version: Callable[[WeightsVersion], None] | None = None
         """Called with each new version before a step can run with it; must not call the group. The
         newest driver of the group sets it."""
-        self.on_recomputed: Callable[[], None] | None = None
-        """Called once the KV of all running requests is of the newest version. Otherwise like
-        on_version."""
-        self.on_recomputing: Callable[[Collection[str]], None] | None = None
-        """Called with the requests that still wait to be recomputed, when these change other than
-        by steps. Otherwise like on_version."""
         self.planned: Callable[[], SchedulerOutput | None] | None = None
         """Returns the step that this driver has planned and not sent."""
-        self._recomputation = Recomputation(channel, steps, state, waiter)
+        self.recomputation = Recomputation(channel, steps, state, waiter)
+        """The running requests whose KV is to be computed again."""
         self._keeps_rows = False
         """The latest update, open or not, keeps requests."""
-        self._must_recompute = False
-        """Requests that are kept are to be recomputed once the weights are complete."""
-        self._budget: int | None = None
-        """Most tokens that are then recomputed between two steps; None: all before the first."""
-        self._adapter: tuple[GroupAdapter, RunningRequests] | None = None
-        """The adapter that the open update is of, if it is of one."""
+        self._adapter: LoraUpdate | None = None
+        """The open update, if it is of an adapter."""
 
     @property
     def recomputed(self) -> Recomputed | None:
         """The work of the last update or reload with `recompute`, so far; None: there was none, or
         no row was left to recompute after a failure."""
-        return self._recomputation.report
-
-    @property
-    def is_recomputing(self) -> bool:
-        """True while requests are recomputed between steps, or will be once the weights are
-        complete: recompute_next() goes on with that."""
-        return self._recomputation.is_open or (self._must_recompute and self._budget is not None)
+        return self.recomputation.report
 
     def learn(self, statuses: Sequence[lc.Status]) -> None:
         """Note what the ranks hold: steps are refused unless all have complete weights of one
@@ -112,8 +85,7 @@ class GroupWeights:
         if found is None or found == self.version:
             return
         if self.version is not None:
-            planned = self.planned() if self._keeps_rows and self.planned is not None else None
-            self._steps.slots.leave_weights(planned)
+            self._steps.slots.leave_weights(self._planned_step() if self._keeps_rows else None)
         self.version = found
         if self.on_version is not None:
             self.on_version(found)
@@ -192,15 +164,18 @@ class GroupWeights:
                 recompute_budget is not a positive number, or `running` is not `recompute`. Nothing
                 has changed, but for requests that are lost.
         """
-        _check_budget(recompute_budget, running, target)
+        in_place = not isinstance(target, GroupAdapter)
+        check_budget(recompute_budget, running, is_in_place=in_place)
         self._adapter = None
         if isinstance(target, GroupAdapter):
-            self._start_adapter(self._loras.find(target), format, partial, version, running)
+            update = LoraUpdate(self._channel, self._loras, target, running)
+            update.start(format, partial=partial, version=version)
+            self._adapter = update
             return
         if target != "model" and running != "drop":
             problem, fix = "requests go on while a draft model is updated", "leave it out"
             raise config_error("running", running, problem, fix)
-        self._check_recomputes(running)
+        self.recomputation.check_possible(running)
         number = self._next_version(version, target)
         rows: wt.RunningRows = "drop"
         if target == "model":
@@ -221,30 +196,6 @@ class GroupWeights:
         except WorkerError:
             self._learn_refused()
             raise
-
-    def _start_adapter(
-        self,
-        adapter: GroupAdapter,
-        format: wt.WeightFormat,
-        partial: bool,
-        version: int | None,
-        running: RunningRequests,
-    ) -> None:
-        """Open an update of an adapter; steps in flight go on."""
-        self._channel.check_usable()
-        number = _next_number([adapter.weights_version], version)
-        self._channel.ask(
-            lambda **ids: wt.StartWeightUpdate(
-                format=format,
-                partial=partial,
-                version=number,
-                target="lora",
-                lora_id=adapter.lora_id,
-                running="keep",
-                **ids,
-            )
-        )
-        self._adapter = adapter, running
 
     def update(self, tensors: TensorList, source: wt.Source) -> list[wt.UpdateWeightsReply]:
         """Update tensors on every rank, from the engine's source. A trainer's broadcasts must run
@@ -268,27 +219,11 @@ class GroupWeights:
             StateError: the adapter was removed or replaced meanwhile.
             ContentMismatchError: only some ranks have finished an adapter's update. It was removed.
         """
-        if self._adapter is not None:
-            return self._finish_adapter(*self._adapter)
+        if self._adapter is not None and self._adapter.is_open:
+            return self._adapter.finish()
         replies = self._channel.ask(wt.FinishWeightUpdate)
-        self.learn(self._statuses())
-        self._recompute()
-        return replies
-
-    def _finish_adapter(
-        self, adapter: GroupAdapter, running: RunningRequests
-    ) -> list[wt.FinishWeightUpdateReply]:
-        try:
-            replies = self._channel.ask(wt.FinishWeightUpdate)
-        except ConfigError:
-            raise  # all ranks refuse, before any of them changes the adapter
-        except WorkerError:
-            self._adapter = None
-            with contextlib.suppress(WorkerDaemonError):  # if ranks differ now, it is removed
-                self._loras.learn()
-            raise
-        self._adapter = None
-        self._loras.updated(adapter, running)
+        self.learn(self._channel.daemons.get_status())
+        self.recomputation.begin(self._planned_step())
         return replies
 
     def reload(
@@ -309,8 +244,8 @@ class GroupWeights:
                 recomputed, as in start_update().
             CheckpointError: a file is missing, truncated or not of this model.
         """
-        _check_budget(recompute_budget, running)
-        self._check_recomputes(running)
+        check_budget(recompute_budget, running)
+        self.recomputation.check_possible(running)
         version = self._next_version(version)
         before = self._state.weights_cause
         cause = "reload_weights has failed on some rank"
@@ -323,31 +258,9 @@ class GroupWeights:
             if not before:  # usually refused before the first byte
                 self._learn_refused()
             raise
-        self.learn(self._statuses())
-        self._recompute()
+        self.learn(self._channel.daemons.get_status())
+        self.recomputation.begin(self._planned_step())
         return replies
-
-    def recompute_next(self) -> None:
-        """Recompute requests, as many tokens as the budget allows. `Driver` calls it before each
-        step while is_recomputing; execute_model() does for the requests of a step that wait. If a
-        rank fails, all requests are lost; if a step has failed, those that wait.
-
-        Raises: as WorkerGroup.execute_model does, but for InvalidSchedulerOutput.
-        """
-        are_of_one_version = self._recomputation.advance()
-        self._tell_waiting()
-        if are_of_one_version and self.on_recomputed is not None:
-            self.on_recomputed()
-
-    def recompute_for(self, output: SchedulerOutput) -> None:
-        """Recompute the requests that a step is to compute, and those before them, as
-        recompute_next() does."""
-        try:
-            scheduled = {*output.decode_req_ids, *output.num_scheduled_tokens}
-        except TypeError:  # it is malformed, and will be refused
-            return
-        while not scheduled.isdisjoint(self._steps.slots.stale):
-            self.recompute_next()
 
     def update_config(self, overrides: Mapping[str, str | int | bool]) -> None:
         """Change what the next reload() reads, on every rank: `model.model`, `model.seed`,
@@ -382,8 +295,9 @@ class GroupWeights:
             CapacityError: the disk is full.
             ContentMismatchError: ranks hold different weights.
         """
-        return self._save(
-            partial(lc.SaveShardedState, name=name, pattern=pattern, max_size_bytes=max_size_bytes)
+        return save_set(
+            self._channel,
+            partial(lc.SaveShardedState, name=name, pattern=pattern, max_size_bytes=max_size_bytes),
         )
 
     def save_tensorized_model(self, name: str) -> list[lc.SaveTensorizedModelReply]:
@@ -394,13 +308,13 @@ class GroupWeights:
         Raises: as save_sharded_state does, and
             ConfigError: a daemon does not have the library.
         """
-        return self._save(partial(lc.SaveTensorizedModel, name=name))
+        return save_set(self._channel, partial(lc.SaveTensorizedModel, name=name))
 
     def _next_version(self, version: int | None, target: wt.UpdateTarget = "model") -> int:
         """Return the number of the version that an update makes: larger than that of any rank, and
         than any that this driver has seen."""
         self._channel.check_usable()
-        statuses = self._statuses()
+        statuses = self._channel.daemons.get_status()
         if target == "draft_model":
             held = [each.draft_weights for each in statuses]
             known = [0]
@@ -408,14 +322,7 @@ class GroupWeights:
             held = [each.weights for each in statuses]
             known = [0 if self.version is None else self.version.number]
         known += [each.version for each in held if each is not None]
-        return _next_number(known, version)
-
-    def _check_recomputes(self, running: RunningRequests) -> None:
-        """Refuse to recompute requests of replicas in lockstep: each replica's passes would be a
-        step of all of them."""
-        if running == "recompute" and self._channel.num_replicas > 1:
-            problem = "replicas in lockstep cannot recompute requests"
-            raise config_error("running", running, problem, "use keep, drop or abort")
+        return next_number(known, version)
 
     def _give_up(self, cause: str, running: RunningRequests, budget: int | None) -> wt.RunningRows:
         """Mark the weights incomplete, once no step is in flight, and drop all rows unless they are
@@ -423,97 +330,18 @@ class GroupWeights:
         rows."""
         self._waiter.wait_for_all()
         self._keeps_rows = running in ("keep", "recompute")
-        if self._keeps_rows:
-            self._must_recompute |= running == "recompute" or bool(self._steps.slots.stale)
-            if running == "recompute":
-                self._budget = budget
-        else:
+        if not self._keeps_rows:
             self._steps.lose_rows("the weights were replaced", aborts=running == "abort")
-            self._must_recompute = False
-            self._tell_waiting()
+        self.recomputation.expect(running, budget)
         self._state.apply(given_up(cause))
         return "drop" if running == "abort" else running
 
     def _learn_refused(self) -> None:
         """Note what the ranks hold after they have refused an update. If all of them have, steps
         can run, and requests go on as before."""
-        self.learn(self._statuses())
+        self.learn(self._channel.daemons.get_status())
         if not self._state.weights_cause:
-            self._must_recompute = False
+            self.recomputation.cancel()
 
-    def _recompute(self) -> None:
-        """Recompute requests, or let them wait for it, if they are to be and the weights are
-        complete."""
-        if not self._must_recompute or self._state.weights_cause:
-            return
-        self._must_recompute = False
-        planned = None if self.planned is None else self.planned()
-        self._recomputation.begin(planned, self._budget)
-        self._tell_waiting()
-        while self._budget is None and self._recomputation.is_open:
-            self.recompute_next()
-
-    def _tell_waiting(self) -> None:
-        if self.on_recomputing is not None:
-            self.on_recomputing(frozenset(self._steps.slots.stale))
-
-    def _save(self, build: Callable[..., StepRequest[ReplyT]]) -> list[ReplyT]:
-        """Have each rank write, and keep the files if all have succeeded; else remove them, as far
-        as ranks can be reached. build: returns the request, with the save's id as `save`."""
-        statuses = self._statuses()
-        config = statuses[0].config
-        check_same_weights(statuses, "" if config is None else config.model.model)
-        save = secrets.token_bytes(16)
-        try:
-            replies = self._ask_writers(partial(build, save=save))
-        except (WorkerError, DeadlineExceeded):
-            self._remove_saved(save)
-            raise
-        try:
-            self._ask_writers(partial(lc.FinishShardedState, save=save, keep=True))
-        except WorkerError as error:
-            first = self._channel.daemons.ranks[0]
-            if error.rank == first:  # otherwise it may be about to move those files into place
-                self._remove_saved(save)
-            raise
-        return replies
-
-    def _ask_writers(self, build: Callable[..., StepRequest[ReplyT]]) -> list[ReplyT]:
-        """Have the ranks of one replica do an operation: those in lockstep have the same files."""
-        ranks = self._channel.daemons.ranks
-        writers = ranks[: len(ranks) // self._channel.num_replicas]
-
-        def build_for(rank: int) -> Callable[..., StepRequest[Any]]:
-            return build if rank in writers else lc.GetSupportedTasks
-
-        return self._channel.ask_each(build_for)[: len(writers)]
-
-    def _remove_saved(self, save: bytes) -> None:
-        with contextlib.suppress(WorkerDaemonError):  # the next save cleans up as well
-            self._ask_writers(partial(lc.FinishShardedState, save=save, keep=False))
-
-    def _statuses(self) -> list[lc.Status]:
-        return [client.get_status() for client in self._channel.daemons.clients]
-
-
-def _check_budget(budget: int | None, running: RunningRequests, target: Target = "model") -> None:
-    if budget is None:
-        return
-    if running != "recompute" or isinstance(target, GroupAdapter):
-        problem, fix = "no request is recomputed in place", "leave it out, or use recompute"
-        raise config_error("recompute_budget", budget, problem, fix)
-    if type(budget) is not int or budget < 1:
-        problem = "it is not a positive number of tokens"
-        fix = "give 1 or more, or None to recompute all requests at once"
-        raise config_error("recompute_budget", budget, problem, fix)
-
-
-def _next_number(known: Sequence[int], version: int | None) -> int:
-    """Return the number of a version: larger than the known ones. Raises ClientConfigError."""
-    if version is None:
-        return max(known) + 1
-    if type(version) is not int or not max(known) < version <= MAX_VERSION:
-        problem = f"the weights have version {max(known)} already"
-        fix = f"give a number from {max(known) + 1} to {MAX_VERSION}, or None for the next one"
-        raise config_error("version", version, problem, fix)
-    return version
+    def _planned_step(self) -> SchedulerOutput | None:
+        return None if self.planned is None else self.planned()

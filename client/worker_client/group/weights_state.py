@@ -3,12 +3,15 @@ daemons' states, as events for the failure state. The daemons themselves refuse 
 weights."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from rpc_schema.identity import ContentIdentity, DifferingRanks, first_difference
 from rpc_schema.lifecycle import Status
-from worker_client.errors import ContentMismatchError
+from worker_client.errors import ContentMismatchError, config_error
 from worker_client.group.failure_state import Change, WeightsGone
+
+MAX_VERSION: Final = 2**63 - 1
+"""Largest number of a version."""
 
 _FIX = "fix: finish a complete update, or reload_weights (group.weights.reload)"
 
@@ -25,6 +28,17 @@ class WeightsVersion(NamedTuple):
     def key(self) -> bytes:
         """40 bytes that the weights of no other version have."""
         return self.number.to_bytes(8, "little") + self.identity.content
+
+
+def next_number(known: Sequence[int], version: int | None) -> int:
+    """Return the number of a new version: larger than the known ones. Raises ClientConfigError."""
+    if version is None:
+        return max(known) + 1
+    if type(version) is not int or not max(known) < version <= MAX_VERSION:
+        problem = f"the weights have version {max(known)} already"
+        fix = f"give a number from {max(known) + 1} to {MAX_VERSION}, or None for the next one"
+        raise config_error("version", version, problem, fix)
+    return version
 
 
 def given_up(cause: str) -> WeightsGone:

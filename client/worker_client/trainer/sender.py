@@ -6,26 +6,20 @@ update, with the trainer's side in parallel.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from rpc_schema import weight_transfer as wt
-from rpc_schema.errors import (
-    ConfigError,
-)
-from worker_client.errors import (
-    config_error,
-)
+from rpc_schema.errors import ConfigError
+from worker_client.errors import config_error
 from worker_client.group.running import RunningRequests
 from worker_client.group.weights import Target
 from worker_client.group.weights_state import WeightsVersion
 from worker_client.trainer.broadcast import DTYPE_NAMES, BroadcastChannel
-from worker_client.trainer.communicator import TransferStopped
+from worker_client.trainer.connection import Connection, SendReport, UpdateOptions
 from worker_client.trainer.cuda_blocks import locate
 from worker_client.trainer.deltas import Sent, SentTensors, UpdateEntry, entries_of
 from worker_client.wire.worker_client import TensorList
@@ -33,22 +27,7 @@ from worker_client.worker_group import WorkerGroup
 
 SendBackend: TypeAlias = Literal["gloo", "nccl", "ipc"]
 PACKED_BYTES = 256 << 20
-REFUSAL_S = 2.0
-"""Maximum time between a worker's refusal of the RPC and its refusal at the communicator."""
-_T = TypeVar("_T")
 ChangeT = TypeVar("ChangeT", bound=Sent)
-
-
-@dataclass(frozen=True, slots=True)
-class SendReport:
-    """Summary of one update."""
-
-    num_tensors: int
-    size_bytes: int
-    seconds: float
-    """Time from the first byte to the last on the slowest rank."""
-    version: int
-    """Number of the weights' version from now on."""
 
 
 class WeightSender:
@@ -70,8 +49,7 @@ class WeightSender:
         self._device = torch.device(device)
         self._host = host
         self._timeout_s = timeout_s
-        self._channel: BroadcastChannel | None = None
-        self._has_engine = False
+        self._connection: Connection[BroadcastChannel] = Connection(group.weights, timeout_s)
         self._rounds = itertools.count(1)
         self._sent = SentTensors()
         self._sent_version: WeightsVersion | None = None
@@ -85,10 +63,7 @@ class WeightSender:
 
     def close(self) -> None:
         """Leave the workers; their weights do not change."""
-        self._has_engine = False
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
+        self._connection.close()
 
     def connect(self) -> None:
         """Create the communicator; send() does this if there is none.
@@ -99,25 +74,16 @@ class WeightSender:
         """
         self.close()
         if self._backend == "ipc":
-            self._group.weights.init_transfer_engine(wt.IpcEngine(), self._timeout_s)
-        else:
-            channel = self._channel = BroadcastChannel(
-                self._backend,
-                self._group.parallel.group_size,
-                device=self._device,
-                host=self._host,
-                timeout_s=self._timeout_s,
-            )
-            engine, timeout_s = channel.engine, self._timeout_s
-            try:
-                self._beside(
-                    channel.open,
-                    lambda: self._group.weights.init_transfer_engine(engine, timeout_s),
-                )
-            except BaseException:
-                self.close()
-                raise
-        self._has_engine = True
+            self._connection.open(wt.IpcEngine(), None)
+            return
+        channel = BroadcastChannel(
+            self._backend,
+            self._group.parallel.group_size,
+            device=self._device,
+            host=self._host,
+            timeout_s=self._timeout_s,
+        )
+        self._connection.open(channel.engine, channel)
 
     def send(
         self,
@@ -150,30 +116,14 @@ class WeightSender:
         unique = _without_aliases(tensors)
         entries = entries_of(unique)
         listed = _list(entries)
-        if not self._has_engine:
+        if not self._connection.is_open:
             self.connect()
-        self._group.weights.start_update(
-            format,
-            partial=partial,
-            version=version,
-            target=target,
-            running=running,
-            recompute_budget=recompute_budget,
-        )
-        try:
-            sent = [entry.values for entry in entries]
-            replies = self._update(listed, sent, packed_bytes) if sent else []
-        except ConfigError:
-            raise  # all refused before the first byte: the communicator is intact
-        except BaseException:
-            self.close()
-            raise
-        finished = self._group.weights.finish_update()
-        return SendReport(
+        options = UpdateOptions(format, partial, version, target, running, recompute_budget)
+        sent = [entry.values for entry in entries]
+        return options.update(
+            self._group.weights,
+            lambda: self._transfer(listed, sent, packed_bytes) if sent else [],
             num_tensors=len(unique),
-            size_bytes=max((reply.size_bytes for reply in replies), default=0),
-            seconds=max((reply.seconds for reply in replies), default=0.0),
-            version=finished[0].version,
         )
 
     def send_changes(
@@ -220,49 +170,25 @@ class WeightSender:
         states = {status.weights.state for status in self._group.get_status() if status.weights}
         return states == {"whole"}
 
-    def _update(
+    def _transfer(
         self, listed: TensorList, tensors: Sequence[Tensor], packed_bytes: int
     ) -> list[wt.UpdateWeightsReply]:
         for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
             torch.cuda.synchronize(device)  # they may have been computed on any stream
-        channel = self._channel
-        if channel is None:
-            return self._group.weights.update(listed, locate(tensors))
-        number = next(self._rounds)
-        source = wt.BroadcastSource(packed_bytes=packed_bytes, round=number)
-        return self._beside(
-            lambda: channel.send(tensors, packed_bytes=packed_bytes, round=number),
-            lambda: self._group.weights.update(listed, source),
-        )
-
-    def _beside(self, communicate: Callable[[], None], call: Callable[[], _T]) -> _T:
-        """Run the RPC here and the broadcast in a thread, since each waits for the other. If both
-        fail, the RPC's error has the reason."""
-        channel = self._channel
-        assert channel is not None, "made before"
-        with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
-            sending = pool.submit(communicate)
-            try:
-                result = call()
-            except ConfigError:
-                if not _is_intact(sending):
-                    self.close()
-                raise
-            except BaseException:
-                channel.stop()
-                raise
-            sending.result()
-            return result
-
-
-def _is_intact(sending: "Future[None]") -> bool:
-    """Return True if the workers refused at the communicator too, or have received everything: it
-    can be used again."""
-    try:
-        error = sending.exception(REFUSAL_S)
-    except TimeoutError:
-        return False
-    return error is None or isinstance(error, TransferStopped)
+        update, channel = self._group.weights.update, self._connection.channel
+        try:
+            if channel is None:
+                return update(listed, locate(tensors))
+            number = next(self._rounds)
+            source = wt.BroadcastSource(packed_bytes=packed_bytes, round=number)
+            return self._connection.run(
+                lambda: channel.send(tensors, packed_bytes=packed_bytes, round=number),
+                lambda: update(listed, source),
+            )
+        except BaseException as error:
+            if not isinstance(error, ConfigError) or not self._connection.is_open:
+                self.close()
+            raise
 
 
 def _without_aliases(tensors: Mapping[str, ChangeT]) -> dict[str, ChangeT]:

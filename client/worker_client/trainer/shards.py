@@ -5,10 +5,8 @@ each worker gets what lies in its own part alone.
     sender.send(shards_of(model.state_dict()))          # on every rank of the trainer
 """
 
-import contextlib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Final, NamedTuple, TypeAlias
 
@@ -22,7 +20,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from rendezvous.store import Member, StoreServer
 from rpc_schema import weight_transfer as wt
 from rpc_schema.config import RendezvousAddress
-from rpc_schema.errors import ConfigError
 from rpc_schema.shard_plan import NOTHING, SentTensor, Wants, plan_rounds, region_of
 from rpc_schema.shard_wants import (
     LongValueError,
@@ -44,8 +41,8 @@ from worker_client.trainer.communicator import (
     Sending,
     TransferStopped,
 )
+from worker_client.trainer.connection import Connection, SendReport, UpdateOptions
 from worker_client.trainer.deltas import TensorPiece
-from worker_client.trainer.sender import REFUSAL_S, SendReport
 from worker_client.wire.worker_client import TensorList
 from worker_client.worker_group import WorkerGroup
 
@@ -315,8 +312,9 @@ class ShardSender:
         self._device = torch.device(device)
         self._host = host
         self._timeout_s = timeout_s
-        self._channel: ShardChannel | None = None
-        self._is_open = False
+        self._connection: Connection[ShardChannel] = Connection(
+            None if group is None else group.weights, timeout_s
+        )
         self._round = 0
 
     def __enter__(self) -> "ShardSender":
@@ -332,10 +330,7 @@ class ShardSender:
 
     def close(self) -> None:
         """Leave the workers; their weights do not change."""
-        self._is_open = False
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
+        self._connection.close()
 
     def connect(self) -> None:
         """Create the communicator; send() does this if there is none.
@@ -345,20 +340,8 @@ class ShardSender:
             ConfigError: the engine is not for this group.
         """
         self.close()
-        channel = self._channel = self._make_channel()
-        if self._group is None:
-            channel.open()
-        else:
-            weights, timeout_s = self._group.weights, self._timeout_s
-            with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
-                opening = pool.submit(channel.open)
-                try:
-                    weights.init_transfer_engine(channel.engine, timeout_s)
-                except BaseException:
-                    self.close()
-                    raise
-                opening.result()
-        self._is_open = True
+        channel = self._make_channel()
+        self._connection.open(channel.engine, channel)
 
     def send(
         self,
@@ -389,22 +372,20 @@ class ShardSender:
         own = _entries(shards, self._rank)
         for device in {each.values.device for each in own if each.values.is_cuda}:
             torch.cuda.synchronize(device)  # they may have been computed on any stream
-        if not self._is_open:
+        if not self._connection.is_open:
             self.connect()
         self._round += 1
-        channel = self._channel
+        channel = self._connection.channel
         assert channel is not None, "it is open"
         try:
             if self._group is not None:
-                options = _UpdateOptions(
-                    format, partial, version, target, running, recompute_budget
-                )
+                options = UpdateOptions(format, partial, version, target, running, recompute_budget)
                 return self._update(self._group, channel, own, packed_bytes, options)
             tensors = channel.gather([each.sent for each in own], self._round)
             channel.send(tensors, _by_place(own), packed_bytes=packed_bytes, round=self._round)
             return _report(channel.hear(f"round/{self._round}/done", self._timeout_s + FINISH_S))
         except BaseException:
-            self._is_open = False
+            self._connection.is_open = False
             raise
 
     def _update(
@@ -413,70 +394,33 @@ class ShardSender:
         channel: ShardChannel,
         own: Sequence[_Own],
         packed_bytes: int,
-        options: "_UpdateOptions",
+        options: UpdateOptions,
     ) -> SendReport:
         number = self._round
         try:
             tensors = channel.gather([each.sent for each in own], number)
-            group.weights.start_update(
-                options.format,
-                partial=options.partial,
-                version=options.version,
-                target=options.target,
-                running=options.running,
-                recompute_budget=options.recompute_budget,
+            source = wt.ShardSource(
+                sources=tuple(tensor.source for tensor in tensors),
+                packed_bytes=packed_bytes,
+                round=number,
             )
-            replies = self._send_beside(group, channel, tensors, own, packed_bytes)
-            finished = group.weights.finish_update()
+            report = options.update(
+                group.weights,
+                lambda: self._connection.run(
+                    lambda: channel.send(
+                        tensors, _by_place(own), packed_bytes=packed_bytes, round=number
+                    ),
+                    lambda: group.weights.update(_listed(tensors), source),
+                ),
+                num_tensors=len({tensor.name for tensor in tensors}),
+            )
         except BaseException as error:
             reason = f"rank 0 has given up: {error}"
             for key in (f"round/{number}/go", f"round/{number}/done"):
                 channel.announce(key, reason)
             raise
-        report = SendReport(
-            num_tensors=len({tensor.name for tensor in tensors}),
-            size_bytes=max((reply.size_bytes for reply in replies), default=0),
-            seconds=max((reply.seconds for reply in replies), default=0.0),
-            version=finished[0].version,
-        )
         channel.announce(f"round/{number}/done", msgspec.json.encode(report).decode())
         return report
-
-    def _send_beside(
-        self,
-        group: WorkerGroup,
-        channel: ShardChannel,
-        tensors: Sequence[SentTensor],
-        own: Sequence[_Own],
-        packed_bytes: int,
-    ) -> list[wt.UpdateWeightsReply]:
-        """Run the RPC here and the exchanges in a thread, since each waits for the other. If both
-        fail, the RPC's error has the reason."""
-        source = wt.ShardSource(
-            sources=tuple(tensor.source for tensor in tensors),
-            packed_bytes=packed_bytes,
-            round=self._round,
-        )
-        with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
-            sending = pool.submit(
-                channel.send,
-                tensors,
-                _by_place(own),
-                packed_bytes=packed_bytes,
-                round=self._round,
-            )
-            try:
-                replies = group.weights.update(_listed(tensors), source)
-            except ConfigError:
-                with contextlib.suppress(TimeoutError):  # the workers refuse here too
-                    sending.exception(REFUSAL_S)
-                channel.stop()
-                raise
-            except BaseException:
-                channel.stop()
-                raise
-            sending.result()
-            return replies
 
     def _make_channel(self) -> ShardChannel:
         """Return this rank's channel; rank 0 tells the others where they meet."""
@@ -509,15 +453,6 @@ class ShardSender:
         dist.broadcast(shared, group=self._process_group, group_src=0)
         found = shared.cpu().numpy().tobytes()
         return found[4 : 4 + int.from_bytes(found[:4], "little")]
-
-
-class _UpdateOptions(NamedTuple):
-    format: wt.WeightFormat
-    partial: bool
-    version: int | None
-    target: Target
-    running: RunningRequests
-    recompute_budget: int | None
 
 
 def _entries(shards: Shards, rank: int) -> list[_Own]:
