@@ -43,6 +43,7 @@ from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.operations import StepMessage
 from rpc_schema.step import ExecuteModel, ModelRunnerOutput
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
+from worker_client.steps.encoded_step import decode_reply
 from worker_client.steps.slots import SlotTable
 from worker_client.steps.step_checks import GroupLimits
 from worker_client.wire.endpoint import new_driver_id, parse_endpoint
@@ -258,7 +259,7 @@ class DaemonGroup:
         frames = self._receive(num_replies)
         reply = decode_step_reply(frames)
         assert isinstance(reply, ModelRunnerOutput), reply
-        return table.decode(encoded, reply, frames[1:]).token_ids
+        return decode_reply(encoded, reply, frames[1:]).token_ids
 
     def close(self) -> None:
         self._lease.stop()

@@ -24,7 +24,7 @@ from worker_client.group.failure_state import (
     loss_of,
 )
 from worker_client.scheduler_output import StepResult
-from worker_client.steps.encoded_step import EncodedStep
+from worker_client.steps.encoded_step import EncodedStep, decode_reply
 from worker_client.steps.lockstep import LockstepSlots, LockstepStep
 from worker_client.steps.slots import SlotTable
 from worker_client.steps.step_checks import GroupLimits
@@ -422,4 +422,4 @@ def _decode_outcome(
     if step is None:
         return StepResult((), (), weights_version=reply.weights_version)
     part = step if isinstance(step, EncodedStep) else step.parts[dp_rank]
-    return SlotTable.decode(part, reply, arrays)
+    return decode_reply(part, reply, arrays)

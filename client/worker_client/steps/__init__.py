@@ -1,6 +1,7 @@
 """A step on its way to the daemons and back. In reading order:
 
-slots.py              SlotTable: encodes a step; requests become slots, and only changes are sent
+slots.py              SlotTable: requests become slots (assignment.py), and only changes are sent
+steady_steps.py       a step that goes on as the one before; changed_step.py: any other
 step_checks.py        what a step must fulfill; each check returns the first fault (step_fault.py).
                       The last one, encode_checked, encodes
 sent_counts.py        what the daemons know of each request's tokens

@@ -1,10 +1,16 @@
 """Keeps track of the requests that wait for WorkerGroup.sample_tokens. A step computes their
 logits, and the workers hold a copy of each row until it is sampled."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 
-from worker_client.steps.encoded_step import EncodedStep
-from worker_client.steps.step_fault import StepFault, wrong_ids
+from rpc_schema.codec import Frame, encode_step
+from rpc_schema.step import SampleTokens
+from worker_client.scheduler_output import SchedulerOutput, StepValues
+from worker_client.steps.encoded_step import EncodedStep, SteadyRequests, StepEnvelope
+from worker_client.steps.sent_counts import ScheduledRows
+from worker_client.steps.step_fault import StepFault, refuse, wrong_ids
+from worker_client.steps.step_values import ALL_AT_ONCE, StepSampling, named, sampling_of
 
 
 class DeferredSampling:
@@ -17,7 +23,63 @@ class DeferredSampling:
         self._held: dict[int, int] = {}
         """By a step's seq, its requests that wait, ended or not."""
 
-    def room_fault(self, num_sampling: int, *, resync: bool) -> StepFault | None:
+    def check(
+        self,
+        output: SchedulerOutput,
+        steady: SteadyRequests | None,
+        rows: ScheduledRows,
+        ended: Sequence[int],
+        slot_of: Mapping[str, int],
+        *,
+        resync: bool,
+    ) -> StepSampling | StepFault:
+        """Check what a step samples at once and later, and under which masks. steady, rows: its
+        requests; resync: it is sent in full."""
+        fault = None
+        if self.slots:
+            decoding = [] if steady is None else steady.slots.tolist()
+            fault = self._waiting_fault(chain(rows.slots.tolist(), decoding), ended, slot_of)
+        if fault is not None:
+            return fault
+        if not output.extensions:
+            return ALL_AT_ONCE
+        sampling_slots = dict(zip(rows.sampling_ids, rows.sampling_slots, strict=True))
+        if steady is not None:
+            sampling_slots |= zip(steady.sorted_req_ids, steady.slots.tolist(), strict=True)
+        sampling = sampling_of(output.extensions, sampling_slots)
+        if isinstance(sampling, StepSampling) and sampling.deferred:
+            fault = self._room_fault(len(sampling_slots), resync=resync)
+        return fault or sampling
+
+    def encode(
+        self,
+        step: EncodedStep,
+        chosen: Mapping[int, str],
+        values: Sequence[StepValues],
+        slot_of: Mapping[str, int],
+        envelope: StepEnvelope,
+    ) -> list[Frame]:
+        """Encode a SampleTokens of requests that a step has deferred, given by slot, and account
+        for it. Raises as SlotTable.encode_sampling does."""
+        staying = {name: slot for slot, name in chosen.items() if slot_of.get(name) == slot}
+        sampling = sampling_of(values, staying)
+        if isinstance(sampling, StepFault):
+            refuse(sampling)
+        request = SampleTokens(
+            epoch=envelope.epoch,
+            link=envelope.link,
+            seq=envelope.seq,
+            step_seq=step.seq,
+            extensions=sampling.extensions,
+            slots=None if len(chosen) == len(step.left) else named(chosen),
+        )
+        frames = encode_step(request, sampling.frames)
+        if envelope.confirm is not None:
+            envelope.confirm()
+        self._take(step, chosen, slot_of)
+        return frames
+
+    def _room_fault(self, num_sampling: int, *, resync: bool) -> StepFault | None:
         """Check that the workers have memory for the logits of a step that defers: one row for each
         slot. resync: the step is sent in full; workers then drop the logits of earlier steps."""
         held = 0 if resync else sum(self._held.values())
@@ -32,7 +94,7 @@ class DeferredSampling:
             "requests have finished",
         )
 
-    def waiting_fault(
+    def _waiting_fault(
         self, scheduled: Iterable[int], ended: Collection[int], slot_of: Mapping[str, int]
     ) -> StepFault | None:
         """Check that no scheduled slot waits for its sampling, unless its request ends."""
@@ -48,7 +110,7 @@ class DeferredSampling:
         self.slots.update(slots)
         self._held[seq] = len(slots)
 
-    def take(self, step: EncodedStep, chosen: Iterable[int], slot_of: Mapping[str, int]) -> None:
+    def _take(self, step: EncodedStep, chosen: Iterable[int], slot_of: Mapping[str, int]) -> None:
         """Record that deferred requests of a step, given by slot, were sampled."""
         for slot in list(chosen):
             if slot_of.get(step.left.pop(slot)) == slot:

@@ -2,12 +2,13 @@
 ids."""
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from rpc_schema.codec import Frame
@@ -24,6 +25,17 @@ from worker_client.steps.steady_drafts import SteadyDrafts
 Int32s = NDArray[np.int32]
 _INT32 = np.dtype("<i4")
 NONE_DEFERRED: Final[Mapping[int, str]] = MappingProxyType({})
+Confirm: TypeAlias = Callable[[], None]
+
+
+class StepEnvelope(Struct, frozen=True, gc=False):
+    """Numbers of a step, and a last word before it counts as sent."""
+
+    epoch: int
+    link: int
+    seq: int
+    confirm: Confirm | None = None
+    """Called just before the step is accounted for. If it raises, nothing has changed."""
 
 
 class SteadyRequests:

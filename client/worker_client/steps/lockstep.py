@@ -12,8 +12,8 @@ from rpc_schema.codec import Frame
 from worker_client.errors import ClientError
 from worker_client.scheduler_output import SchedulerOutput, StepResult, StepValues
 from worker_client.steps.cached_blocks import CachedBlocks
-from worker_client.steps.encoded_step import EncodedStep
-from worker_client.steps.slots import Confirm, SlotTable, check_deferred, check_values
+from worker_client.steps.encoded_step import Confirm, EncodedStep
+from worker_client.steps.slots import SlotTable, check_deferred, check_values
 from worker_client.steps.step_checks import GroupLimits, named_ids
 from worker_client.steps.step_fault import StepFault, refuse, wrong_ids
 

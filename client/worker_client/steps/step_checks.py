@@ -177,6 +177,19 @@ def size_fault(
     return _too_many(field, value, most) if isinstance(value, Sized) and len(value) > most else None
 
 
+def total_fault(num_tokens: int, limits: GroupLimits) -> StepFault | None:
+    """Check the number of a step's tokens, decodes included."""
+    most = limits.max_num_batched_tokens
+    if num_tokens <= most:
+        return None
+    return StepFault(
+        f"the step has more tokens than max_num_batched_tokens = {most}",
+        field="num_scheduled_tokens",
+        value=num_tokens,
+        fix=f"schedule at most {most} tokens, decodes included",
+    )
+
+
 def values_fault(values: object) -> StepFault | None:
     """Check the types and the sizes of a step's extensions, not their contents."""
     if not isinstance(values, tuple) or not all(isinstance(each, StepValues) for each in values):

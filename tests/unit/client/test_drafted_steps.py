@@ -24,6 +24,7 @@ from worker_client.scheduler_output import (
     NewRequest,
     SchedulerOutput,
 )
+from worker_client.steps.encoded_step import decode_reply
 from worker_client.steps.lockstep import LockstepSlots
 from worker_client.steps.masks import StepMasks
 from worker_client.steps.slots import SlotTable
@@ -101,14 +102,14 @@ def test_a_step_says_which_tokens_are_drafts():
 
 
 def test_a_request_gains_the_tokens_up_to_the_first_refused_draft():
-    table, second = drafted()
+    _, second = drafted()
     reply = reply_to(second, [0, 1, 2], [10, 11, 12, 20, 30, 31], [3, 1, 2])
-    result = table.decode(second, reply, [])
+    result = decode_reply(second, reply, [])
     assert (list(result.req_ids), list(result.token_ids)) == ([*"aaabcc"], [10, 11, 12, 20, 30, 31])
     assert result.refused == {"c": 3}
     assert result.drafts == {"a": DraftOutcome(2, 2), "c": DraftOutcome(4, 1)}
     assert result.sampled == {"a": 12, "b": 20, "c": 31}
-    none = table.decode(second, reply_to(second, [0, 1, 2], [10, 20, 30]), [])
+    none = decode_reply(second, reply_to(second, [0, 1, 2], [10, 20, 30]), [])
     assert (list(none.req_ids), none.refused) == ([*"abc"], {"a": 2, "c": 4})
 
 
@@ -126,9 +127,9 @@ def test_a_request_gains_the_tokens_up_to_the_first_refused_draft():
     ],
 )
 def test_replies_with_other_counts_are_refused(slots, tokens, counts):
-    table, second = drafted()
+    _, second = drafted()
     with pytest.raises(BadFrameError, match="columns differ"):
-        table.decode(second, reply_to(second, slots, [*tokens], counts), [])
+        decode_reply(second, reply_to(second, slots, [*tokens], counts), [])
 
 
 def test_each_gained_token_has_its_report():
@@ -142,15 +143,15 @@ def test_each_gained_token_has_its_report():
         (rows + 1).astype("<i4").tobytes(),
     ]
     reply = reply_to(second, [0, 1, 2], tokens, [2, 1, 2], (TokenLogprobs(width=1),))
-    result = table.decode(second, reply, frames)
+    result = decode_reply(second, reply, frames)
     assert {name: own.rank for name, own in result.logprobs.items()} == {"a": 2, "b": 3}
     assert [each.token_id for each in result.gained["a"]] == [10, 11]
     assert [each.reports[TokenLogprobs].rank for each in result.gained["a"]] == [1, 2]
     assert result.gained.keys() == {"a"}
-    joined = table.decode(second, reply, frames).joined(result)
+    joined = decode_reply(second, reply, frames).joined(result)
     assert (joined.gained, joined.drafts) == (result.gained, result.drafts)
     with pytest.raises(BadFrameError):
-        table.decode(second, msgspec.structs.replace(reply, num_sampled=bytes([2, 1, 1])), frames)
+        decode_reply(second, msgspec.structs.replace(reply, num_sampled=bytes([2, 1, 1])), frames)
 
 
 def test_counts_are_bounds_until_outcomes_are_known_and_settled():
@@ -162,7 +163,7 @@ def test_counts_are_bounds_until_outcomes_are_known_and_settled():
     message = message_of(third)
     assert (message.corrections, message.settled) == (b"", b"")
     gained = reply_to(second, [0, 1, 2], [10, 11, 12, 20, 30], [3, 1, 1])
-    table.take_outcome(second.seq, table.decode(second, gained, []))
+    table.take_outcome(second.seq, decode_reply(second, gained, []))
     fourth = table.encode(SchedulerOutput(decode_req_ids=("a", "b")), **IDS, seq=4)
     message = message_of(fourth)
     assert (message.corrections, named_slots(message.settled)) == (b"", [0])
@@ -176,7 +177,7 @@ def test_counts_are_bounds_until_outcomes_are_known_and_settled():
     # computed: a 5 + 3 + 3 steps, b 3 + 4 steps, c 6 + 5 + 1 - 4 refused + 3
     assert rows == [[0, 11, 12], [1, 7, 8], [2, 11, 12], [3, 2, 3]]
     table.take_outcome(
-        fifth.seq, table.decode(fifth, reply_to(fifth, [0, 1, 2], [1, 2, 3, 4, 5], [1, 1, 3]), [])
+        fifth.seq, decode_reply(fifth, reply_to(fifth, [0, 1, 2], [1, 2, 3, 4, 5], [1, 1, 3]), [])
     )
     seventh = table.encode(SchedulerOutput(decode_req_ids=ids), **IDS, seq=7)
     assert named_slots(message_of(seventh).settled) == [2]
@@ -190,7 +191,7 @@ def test_corrections_wait_for_the_step_that_schedules_their_row():
     """If a step that does not schedule a row fails, the row is kept, and the workers may not have
     seen the step."""
     table, second = drafted()
-    one = table.decode(second, reply_to(second, [0, 1, 2], [10, 20, 30]), [])
+    one = decode_reply(second, reply_to(second, [0, 1, 2], [10, 20, 30]), [])
     table.take_outcome(second.seq, one)
     third = SchedulerOutput(
         {"a": 1}, finished_req_ids=["c"], scheduled_new_reqs=[new_request("e", 2, [31])]
@@ -277,7 +278,7 @@ def test_drafts_beyond_max_model_len_are_refused_by_the_corrected_count():
     counts = {"c": 2}
     with pytest.raises(InvalidSchedulerOutput, match="would end at 13"):
         table.encode(SchedulerOutput(counts, num_drafts={"c": 1}), **IDS, seq=3)
-    table.take_outcome(second.seq, table.decode(second, reply_to(second, [0, 1, 2], [1, 2, 3]), []))
+    table.take_outcome(second.seq, decode_reply(second, reply_to(second, [0, 1, 2], [1, 2, 3]), []))
     third = table.encode(SchedulerOutput(counts, num_drafts={"c": 1}), **IDS, seq=3)
     assert pairs(message_of(third).corrections) == [[2, 4]]
 
@@ -346,7 +347,7 @@ def test_random_steps_with_drafts_mean_the_same_to_a_daemon(seed, accuracy):
 
     def take_oldest():
         encoded, frames = in_flight.popleft()
-        result = table.decode(encoded, *daemon.apply(frames))
+        result = decode_reply(encoded, *daemon.apply(frames))
         table.take_outcome(encoded.seq, result)
         for name, token in zip(result.req_ids, result.token_ids, strict=True):
             if name in requests:
@@ -446,7 +447,7 @@ def test_a_step_that_goes_on_with_drafts_makes_as_many_calls_for_any_number_of_r
         reply = reply_to(encoded[0], slots, range(sum(counts)), counts)
 
         def take(table=table, step=encoded[0], reply=reply):
-            table.take_outcome(step.seq, table.decode(step, reply, []))
+            table.take_outcome(step.seq, decode_reply(step, reply, []))
 
         read.append(python_calls(take))
         blocks = {name: [1000 + at] for at, name in enumerate([*drafts, *decoding])}
@@ -507,7 +508,7 @@ def test_a_step_that_goes_on_with_drafts_ends_within_max_model_len():
     ):  # 3 + 5 + 1 + 1 + 5 + 5 + 5
         table.encode(drafted, **IDS, seq=7)
     reply = reply_to(steps[0], range(4), range(4), [1] * 4)
-    table.take_outcome(2, table.decode(steps[0], reply, []))
+    table.take_outcome(2, decode_reply(steps[0], reply, []))
     last = message_of(table.encode(drafted, **IDS, seq=7))
     assert pairs(last.corrections) == [[0, 4], [1, 4], [2, 4]]
 

@@ -24,6 +24,7 @@ from worker_client.scheduler import Scheduler, SchedulerLimits
 from worker_client.scheduler.admissions import admit
 from worker_client.scheduler.drafting.expected_drafts import ExpectedDrafts
 from worker_client.scheduler_output import DraftOutcome, StepResult
+from worker_client.steps.encoded_step import decode_reply
 from worker_client.steps.slots import SlotTable
 from worker_client.steps.step_checks import GroupLimits
 
@@ -85,7 +86,7 @@ class DraftingGroup:
 
     def take(self) -> StepResult:
         output, encoded = self.in_flight.popleft()
-        result = self.table.decode(encoded, *self.daemon.apply(encoded.frames))
+        result = decode_reply(encoded, *self.daemon.apply(encoded.frames))
         self.table.take_outcome(encoded.seq, result)
         self.keep(self.scheduler.update_from_output(output, result))
         return result

@@ -21,6 +21,7 @@ from worker_client.inputs.request_checks import validated
 from worker_client.inputs.request_parser import RequestParser
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
+from worker_client.steps.encoded_step import decode_reply
 from worker_client.steps.slots import SlotTable
 from worker_client.steps.step_checks import GroupLimits
 
@@ -65,7 +66,7 @@ def test_outputs_are_read_in_the_order_of_the_reply():
     sent = admit(slots, new("a", 2, embed), new("b", 3), new("c", 1, embed))
     tokens = {"slots": b"\x02", "sampled_token_ids": np.array([7], "<i4").tobytes()}
     message, frames = reply(1, [2, 0], [(1, 2), (1, 3)], range(5), **tokens)
-    result = slots.decode(sent, message, frames)
+    result = decode_reply(sent, message, frames)
     assert result.sampled == {"b": 7}
     assert {r: v.tolist() for r, v in result.pooled.items()} == {"c": [[0, 1]], "a": [[2, 3, 4]]}
 
@@ -85,9 +86,9 @@ def test_a_reply_that_does_not_fit_is_refused(slots, sizes, count):
     rows, embed = table(), PoolingParams(task="embed")
     sent = admit(rows, new("a", 2, embed), new("b", 3, embed))
     with pytest.raises(BadFrameError):
-        rows.decode(sent, *reply(1, slots, sizes, range(count)))
+        decode_reply(sent, *reply(1, slots, sizes, range(count)))
     with pytest.raises(BadFrameError):
-        rows.decode(sent, step.ModelRunnerOutput(epoch=3, seq=1, rank=0), [])
+        decode_reply(sent, step.ModelRunnerOutput(epoch=3, seq=1, rank=0), [])
 
 
 def test_a_request_that_pools_may_be_named_among_those_that_decode():

@@ -12,6 +12,7 @@ from tests.support.fake_daemon import bitmap
 from worker_client.errors import InvalidSchedulerOutput
 from worker_client.requests import SamplingParams
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
+from worker_client.steps.encoded_step import decode_reply
 from worker_client.steps.masks import StepMasks
 from worker_client.steps.slots import SlotTable
 from worker_client.steps.step_checks import GroupLimits
@@ -61,7 +62,7 @@ def test_a_step_says_which_requests_sample_several_tokens():
     table, first = begin(a=3, c=1, d=2)
     pairs = np.frombuffer(message_of(first).num_samples, "<i4").reshape(-1, 2)
     assert pairs.tolist() == [[0, 3], [3, 2]]
-    result = table.decode(
+    result = decode_reply(
         first, reply_to(first, range(4), [10, 11, 12, 20, 30, 40, 41], [3, 1, 1, 2]), []
     )
     assert (list(result.req_ids), list(result.token_ids)) == ([*"abcd"], [12, 20, 30, 41])
@@ -75,7 +76,7 @@ def test_a_step_says_which_requests_sample_several_tokens():
     rows = np.frombuffer(message_of(third).resync, "<i4").reshape(-1, 4)
     assert (rows[:, 2] - rows[:, 1]).tolist() == [1] * 4  # each has gained one token a step
     assert rows[:, 1].tolist() == [1 + length for length in LENGTHS.values()]
-    assert not table.decode(third, reply_to(third, range(4), [1, 2, 3, 4]), []).samples
+    assert not decode_reply(third, reply_to(third, range(4), [1, 2, 3, 4]), []).samples
 
 
 @pytest.mark.parametrize(
@@ -118,14 +119,14 @@ def test_a_decode_samples_one_token():
     ],
 )
 def test_replies_with_other_counts_are_refused(tokens, counts):
-    table, first = begin(a=3)
+    _, first = begin(a=3)
     with pytest.raises(BadFrameError, match="columns differ"):
-        table.decode(first, reply_to(first, range(4), tokens, counts), [])
+        decode_reply(first, reply_to(first, range(4), tokens, counts), [])
 
 
 def test_a_refused_token_leaves_the_samples_before_it():
-    table, first = begin(a=3, c=2)
-    result = table.decode(
+    _, first = begin(a=3, c=2)
+    result = decode_reply(
         first, reply_to(first, range(4), [10, 11, 20, 30, 31, 40], [2, 1, 2, 1]), []
     )
     assert (list(result.req_ids), list(result.token_ids)) == ([*"bcd"], [20, 31, 40])
@@ -135,15 +136,15 @@ def test_a_refused_token_leaves_the_samples_before_it():
 
 def test_samples_come_with_the_deferred_sampling_of_their_step():
     table, first = begin(extensions=(StepMasks(deferred=("a", "b")),), a=3, c=2)
-    now = table.decode(first, reply_to(first, [2, 3], [30, 31, 40], [2, 1]), [])
+    now = decode_reply(first, reply_to(first, [2, 3], [30, 31, 40], [2, 1]), [])
     assert list(now.samples) == ["c"]
     later = table.encode_sampling(first, (), ["a"], **IDS, seq=2)
-    result = table.decode(later, reply_to(first, [0], [10, 11, 12], [3]), [])
+    result = decode_reply(later, reply_to(first, [0], [10, 11, 12], [3]), [])
     assert (list(result.req_ids), list(result.token_ids)) == (["a"], [12])
     assert [own.token_id for own in now.joined(result).samples["a"]] == [10, 11, 12]
     assert [own.token_id for own in now.joined(result).samples["c"]] == [30, 31]
     later = table.encode_sampling(first, (), None, **IDS, seq=3)
-    result = table.decode(later, reply_to(first, [1], [20]), [])
+    result = decode_reply(later, reply_to(first, [1], [20]), [])
     assert (dict(result.samples), result.sampled) == ({}, {"b": 20})
 
 
@@ -154,7 +155,7 @@ def test_each_sample_has_its_reports():
         "b": SamplingParams(logprobs=0, logprob_token_ids=(8,)),
         "c": SamplingParams(logprob_token_ids=(7, 9)),
     }
-    table, first = begin(of_requests=wanted, a=3, c=2)
+    _, first = begin(of_requests=wanted, a=3, c=2)
     tokens, rows = [10, 11, 12, 20, 30, 31, 40], np.arange(7)
     ids = np.stack([tokens, rows + 50], axis=1).astype("<i4")
     logprobs, named = np.stack([-rows, -rows - 1], axis=1), np.stack([rows, rows + 100], axis=1)
@@ -171,7 +172,7 @@ def test_each_sample_has_its_reports():
     ]
     extensions = (TokenLogprobs(width=1), GivenLogprobs(width=2), prompt)
     reply = reply_to(first, range(4), tokens, [3, 1, 2, 1], extensions)
-    result = table.decode(first, reply, frames)
+    result = decode_reply(first, reply, frames)
     assert {name: own.rank for name, own in result.logprobs.items()} == {"a": 3, "b": 4}
     assert result.reports[PromptLogprobs]["a"].first == 1
     assert [own.reports[TokenLogprobs].rank for own in result.samples["a"]] == [1, 2, 3]
@@ -183,7 +184,7 @@ def test_each_sample_has_its_reports():
     assert result.reports[GivenLogprobs]["b"].tolist() == [3]
     short = msgspec.structs.replace(reply, num_sampled=bytes([2, 1, 2, 1]))
     with pytest.raises(BadFrameError):
-        table.decode(first, short, frames)
+        decode_reply(first, short, frames)
 
 
 def test_masks_of_several_samples_are_sent_in_order():

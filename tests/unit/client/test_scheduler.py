@@ -21,7 +21,7 @@ from worker_client.errors import RequestError, SchedulerStalled
 from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import NO_JUMP, Scheduler, SchedulerLimits, scheduler_limits
 from worker_client.scheduler_output import StepResult
-from worker_client.steps.slots import MAX_ADMITTED_TOKENS
+from worker_client.steps.step_checks import MAX_ADMITTED_TOKENS
 
 
 def make_limits(**fields) -> SchedulerLimits:

@@ -18,9 +18,10 @@ from tests.support.fake_daemon import bitmap
 from worker_client.errors import InvalidSchedulerOutput
 from worker_client.requests import SamplingParams
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
+from worker_client.steps.encoded_step import decode_reply
 from worker_client.steps.masks import StepMasks
-from worker_client.steps.slots import MAX_ADMITTED_TOKENS, SlotTable
-from worker_client.steps.step_checks import GroupLimits
+from worker_client.steps.slots import SlotTable
+from worker_client.steps.step_checks import MAX_ADMITTED_TOKENS, GroupLimits
 
 IDS = {"epoch": 3, "link": 2}
 
@@ -166,7 +167,7 @@ def test_random_steps_mean_the_same_to_a_worker(seed):
             slots=bitmap(sampled),
             sampled_token_ids=np.array([100 + s for s in sampled], "<i4").tobytes(),
         )
-        result = table.decode(encoded, reply, [])
+        result = decode_reply(encoded, reply, [])
         assert result.sampled == {names[slot]: 100 + slot for slot in sampled}
 
 
@@ -293,14 +294,14 @@ def test_logprobs_are_cut_to_what_each_request_asked_for():
         sampled_token_ids=np.array([0, 3, 6], "<i4").tobytes(),
     )
     arrays = [ids.tobytes(), logprobs.tobytes(), np.array([1, 1, 5], "<i4").tobytes()]
-    result = table.decode(encoded, reply, arrays)
+    result = decode_reply(encoded, reply, arrays)
     assert {k: v.token_ids.tolist() for k, v in result.logprobs.items()} == {
         "a": [0, 1, 2],
         "c": [6],
     }
     assert result.logprobs["c"].rank == 5
     with pytest.raises(BadFrameError):
-        table.decode(encoded, reply, arrays[:2])
+        decode_reply(encoded, reply, arrays[:2])
 
 
 @pytest.mark.parametrize("uncounted", [0, 1 << 16, 1 << 30])
@@ -345,20 +346,20 @@ def test_only_a_deferred_step_may_be_answered_in_part():
     )
     whole = table.encode(start, **IDS, seq=1)
     with pytest.raises(BadFrameError):
-        table.decode(whole, reply(1, 0, 2), [])
+        decode_reply(whole, reply(1, 0, 2), [])
     step_2 = table.encode(
         SchedulerOutput(dict.fromkeys("abc", 1), extensions=deferring("abc")), **IDS, seq=2
     )
     with pytest.raises(BadFrameError):
-        table.decode(step_2, reply(2, 0, 2), [])
-    assert table.decode(step_2, reply(2), []).sampled == {}
+        decode_reply(step_2, reply(2, 0, 2), [])
+    assert decode_reply(step_2, reply(2), []).sampled == {}
     deferred = step_2.later(step_2.left, [])
-    assert table.decode(deferred, reply(2, 0, 2), []).sampled == {"a": 0, "c": 2}
+    assert decode_reply(deferred, reply(2, 0, 2), []).sampled == {"a": 0, "c": 2}
     short = msgspec.structs.replace(reply(2, 0, 2), slots=bitmap((0, 1, 2)))
     padded = msgspec.structs.replace(reply(2, 0, 2), slots=bitmap((0, 2)) + b"\0")
     for wrong in (reply(2, 0, 3), reply(2, 0, 65534), short, padded):
         with pytest.raises(BadFrameError):
-            table.decode(deferred, wrong, [])
+            decode_reply(deferred, wrong, [])
 
 
 def test_new_requests_may_come_from_a_generator():
@@ -385,7 +386,7 @@ def test_refused_tokens_lower_the_bounds_of_the_request_that_refused_them():
         sampled_token_ids=np.array([7], "<i4").tobytes(),
         num_sampled=bytes([0, 1]),
     )
-    result = table.decode(first, reply, [])
+    result = decode_reply(first, reply, [])
     assert (list(result.req_ids), list(result.token_ids)) == (["b"], [7])
     assert result.refused == {"a": 1}
     table.take_outcome(first.seq, result)
@@ -410,7 +411,7 @@ def test_refused_tokens_lower_the_bounds_of_the_request_that_refused_them():
     assert rows == [[0, 2, 3, 1], [1, 6, 7, 1]]
     for broken in (bytes([0]), bytes([0, 2]), bytes([0, 0])):
         with pytest.raises(BadFrameError):
-            table.decode(first, msgspec.structs.replace(reply, num_sampled=broken), [])
+            decode_reply(first, msgspec.structs.replace(reply, num_sampled=broken), [])
 
 
 def test_deferred_requests_are_no_more_than_slots_even_if_they_have_ended():
