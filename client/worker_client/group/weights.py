@@ -69,7 +69,7 @@ class GroupWeights:
         self._keeps_rows = False
         """The latest update, open or not, keeps requests."""
         self._adapter: LoraUpdate | None = None
-        """The open update, if it is of an adapter."""
+        """The latest update, if it is of an adapter."""
 
     @property
     def recomputed(self) -> Recomputed | None:

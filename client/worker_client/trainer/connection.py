@@ -105,35 +105,36 @@ class Connection(Generic[ChannelT]):
         self.channel = channel
         weights, timeout_s = self._weights, self._timeout_s
         try:
-            if channel is None:
-                assert weights is not None, "the trainer's ranks need a channel"
-                weights.init_transfer_engine(engine, timeout_s)
-            elif weights is None:
-                channel.open()
+            if weights is not None:
+                connect = None if channel is None else channel.open
+                self.run(connect, lambda: weights.init_transfer_engine(engine, timeout_s))
             else:
-                self.run(channel.open, lambda: weights.init_transfer_engine(engine, timeout_s))
+                assert channel is not None, "the trainer's other ranks need one"
+                channel.open()
         except BaseException:
             self.close()
             raise
         self.is_open = True
 
-    def run(self, communicate: Callable[[], None], call: Callable[[], _T]) -> _T:
-        """Run an RPC here and the channel's side of it in a thread, since each waits for the other.
-        If both fail, the RPC's error has the reason. After a refusal before the first byte, the
-        connection stays open."""
-        channel = self.channel
-        assert channel is not None, "made before"
+    def run(self, communicate: Callable[[], None] | None, call: Callable[[], _T]) -> _T:
+        """Run an RPC here and the channel's side of it, if there is a channel, in a thread, since
+        each waits for the other. If both fail, the RPC's error has the reason. After an error, the
+        connection is open only if it was a refusal before the first byte."""
+        was_open, self.is_open = self.is_open, False
         with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
-            sending = pool.submit(communicate)
+            sending = None if communicate is None else pool.submit(communicate)
             try:
                 result = call()
             except BaseException as error:
-                if not isinstance(error, ConfigError) or not _is_intact(sending):
-                    self.is_open = False
-                    channel.stop()
+                if isinstance(error, ConfigError) and _is_intact(sending):
+                    self.is_open = was_open
+                elif self.channel is not None:
+                    self.channel.stop()
                 raise
-            sending.result()
-            return result
+            if sending is not None:
+                sending.result()
+        self.is_open = was_open
+        return result
 
     def close(self) -> None:
         """Leave the workers; their weights do not change."""
@@ -143,9 +144,11 @@ class Connection(Generic[ChannelT]):
             channel.close()
 
 
-def _is_intact(sending: "Future[None]") -> bool:
-    """Return True if the workers refused at the communicator too, or have received everything: it
-    can be used again."""
+def _is_intact(sending: "Future[None] | None") -> bool:
+    """Return True if the workers refused at the communicator too, or have received everything, or
+    there is none: it can be used again."""
+    if sending is None:
+        return True
     try:
         error = sending.exception(REFUSAL_S)
     except TimeoutError:

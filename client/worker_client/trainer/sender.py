@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from rpc_schema import weight_transfer as wt
-from rpc_schema.errors import ConfigError
 from worker_client.errors import config_error
 from worker_client.group.running import RunningRequests
 from worker_client.group.weights import Target
@@ -178,17 +177,17 @@ class WeightSender:
         update, channel = self._group.weights.update, self._connection.channel
         try:
             if channel is None:
-                return update(listed, locate(tensors))
+                there = locate(tensors)
+                return self._connection.run(None, lambda: update(listed, there))
             number = next(self._rounds)
             source = wt.BroadcastSource(packed_bytes=packed_bytes, round=number)
             return self._connection.run(
                 lambda: channel.send(tensors, packed_bytes=packed_bytes, round=number),
                 lambda: update(listed, source),
             )
-        except BaseException as error:
-            if not isinstance(error, ConfigError) or not self._connection.is_open:
+        finally:
+            if not self._connection.is_open:
                 self.close()
-            raise
 
 
 def _without_aliases(tensors: Mapping[str, ChangeT]) -> dict[str, ChangeT]:
