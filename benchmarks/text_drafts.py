@@ -1,5 +1,5 @@
 """Measures drafts on texts that have something to find: `python -m benchmarks.text_drafts
-[--device cuda] [--pp N] [--config DIR] [--workloads A,B] [--out FILE.json]`.
+[--device cuda] [--pp N] [--config DIR] [--workloads A,B] [--rounds N] [--out FILE.json]`.
 
 Trains a target and two draft models on the spot, on texts in which each token has one likely
 successor (else another token of its passage follows, with SHARE_OF_JUMPS), and serves them with
@@ -254,9 +254,11 @@ def serve(group: WorkerGroup, loaded: LoadedGroup, config: WorkerConfig, load: W
     )
 
 
-def measure(models: Path, devices: Sequence[str], loads: Sequence[Workload]) -> list[Run]:
-    """Serve workloads with all their methods, a pipeline stage on each device, and print a line for
-    each."""
+def measure(
+    models: Path, devices: Sequence[str], loads: Sequence[Workload], num_rounds: int
+) -> list[Run]:
+    """Serve workloads with all their methods, a pipeline stage on each device, so many times in
+    turns; print a line for each, with its ratios to its own round."""
     runs, plain = list[Run](), dict[str, Run]()
     choices = {
         "none": SpeculativeConfig(),
@@ -269,7 +271,7 @@ def measure(models: Path, devices: Sequence[str], loads: Sequence[Workload]) -> 
         )
     parallel = ParallelConfig(pipeline_parallel_size=len(devices))
     with local_group(devices, models, parallel) as (group, _):
-        for method, speculative in choices.items():
+        for method, speculative in [*choices.items()] * num_rounds:
             chosen = [load for load in loads if method in ("none", *load.methods)]
             if not chosen:
                 continue
@@ -283,7 +285,8 @@ def measure(models: Path, devices: Sequence[str], loads: Sequence[Workload]) -> 
             loaded = group.prepare(config, reload=True)
             for load in chosen:
                 run = serve(group, loaded, config, load)._replace(method=method)
-                plain.setdefault(load.name, run)
+                if method == "none":
+                    plain[load.name] = run
                 print(run.beside(plain[load.name]), flush=True)
                 runs.append(run)
     return runs
@@ -298,6 +301,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="of training")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
     parser.add_argument("--workloads", default="", help="how their names begin: refrain,noise")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     text, everything = Text(seed=3), list(PASSAGES)
@@ -319,7 +323,7 @@ def main() -> None:
             for load in workloads(text, fields["vocab_size"])
             if load.name.startswith(tuple(args.workloads.split(",")))
         ]
-        runs = measure(models, devices_of(device, args.pp), loads)
+        runs = measure(models, devices_of(device, args.pp), loads, args.rounds)
     if args.out is not None:
         args.out.write_text(json.dumps([run._asdict() for run in runs], indent=1) + "\n")
 

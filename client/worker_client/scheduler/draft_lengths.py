@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from worker_client.scheduler.drafting.acceptance import Acceptance, Source
+from worker_client.scheduler.drafting.acceptance import TRIED_FIRST, Acceptance, Source
 from worker_client.scheduler.drafting.device_rest import DeviceRest
 from worker_client.scheduler.drafting.payoffs import (
     DraftingChange,
@@ -23,7 +23,12 @@ from worker_client.scheduler.drafting.payoffs import (
     Payoffs,
     log_change,
 )
-from worker_client.scheduler.drafting.probes import HOPELESS, DraftProbe, Probes
+from worker_client.scheduler.drafting.probes import (
+    HOPELESS,
+    MANY_UNTRIED,
+    DraftProbe,
+    Probes,
+)
 from worker_client.scheduler.drafting.step_costs import StepCosts, StepTimer, column
 from worker_client.scheduler.request import Request
 from worker_client.scheduler.step_budget import Clock
@@ -35,6 +40,8 @@ Int64s = NDArray[np.int64]
 REVIEW_EVERY: Final = 8
 """Steps from one review of the price to the next, unless the number of rows changes before: in so
 many, outcomes change little. Fewer at first: one more after each so many steps."""
+LEAST_GAIN: Final = 0.01
+"""Share of the tokens per second that drafts have to gain: times differ by more than by chance."""
 
 
 class _Batch:
@@ -225,9 +232,14 @@ class DraftLengths:
             self._note_uses(batch, drafts, counts)
         batch.age, self._awaits_drafts = 0, False
         is_hopeless = not counts.any() and self._are_hopeless(batch, chances)
-        if not self._probes.is_due(self._num_steps, is_hopeless=is_hopeless):
+        share_untried = self._acceptance.share_untried(batch.rows)
+        may_wait = is_hopeless and share_untried < MANY_UNTRIED
+        if not self._probes.is_due(self._num_steps, is_hopeless=may_wait):
             return
-        probe = self._probes.find(counts, drafts.room, rate)
+        room = drafts.room
+        if is_hopeless:
+            room = room * self._acceptance.least_known(batch.rows)
+        probe = self._probes.find(counts, room, rate, is_hopeless=is_hopeless)
         if probe is None:
             return
         made = np.ones(len(batch.requests), np.bool_)
@@ -249,11 +261,9 @@ class DraftLengths:
         return batch.lost_s >= self._costs.change_s
 
     def _are_hopeless(self, batch: _Batch, chances: Float64s) -> bool:
-        """Return True if hardly any drafts are accepted, in all and of each request, and each has
-        been tried: another text may be easier to guess."""
+        """Return True if hardly any drafts are accepted, in all and of each request."""
         best = max(self._acceptance.first_rate(source) for source in batch.sources)
-        is_tried = not self._acceptance.has_untried(batch.rows)
-        return is_tried and max(best, float(chances[:, 0].max())) < HOPELESS
+        return max(best, float(chances[:, 0].max())) < HOPELESS
 
     def _probe_drafts(self, batch: _Batch, probe: DraftProbe) -> Mapping[str, int]:
         """Return the drafts of the next step of a probe. The device makes drafts for a probe's own
@@ -273,8 +283,14 @@ class DraftLengths:
         return _by_id(batch.requests, np.minimum(probe.counts, room) * made)
 
     def _chances(self, batch: _Batch) -> Float64s:
-        """Return the chances of uncertain drafts, float64 [requests, positions]."""
-        return self._acceptance.rates(batch.rows).cumprod(axis=1)
+        """Return the chances of uncertain drafts, float64 [requests, positions]; 0 of requests that
+        have none until it is known what becomes of the others'."""
+        chances: Float64s = self._acceptance.rates(batch.rows).cumprod(axis=1)
+        for source in batch.sources:
+            if not self._acceptance.is_known(source):
+                own = np.flatnonzero(batch.on_device == (source is Source.DEVICE))
+                chances[own[TRIED_FIRST:]] = 0.0
+        return chances
 
     def _drafts(self, batch: _Batch, chances: Float64s) -> _Drafts:
         """Return the drafts that requests may have. A guess behind drafts that are certain counts
@@ -304,10 +320,10 @@ class DraftLengths:
         ends = np.append(np.flatnonzero(values[1:] < values[:-1]) + 1, values.size)
         ends = np.append(0, ends[ends > 0])
         best = int(ends[np.argmax(rates[ends])])
-        if best:
+        if rates[best] > (1 + LEAST_GAIN) * rates[0]:
             return float(values[best - 1]), float(rates[best])
         # Below this price, so many drafts would not have paid, whatever their number.
-        needed = num_rows * (times[1:] / times[0] - 1) / np.arange(1, times.size)
+        needed = ((1 + LEAST_GAIN) * times[1:] / times[0] - 1) * num_rows / np.arange(1, times.size)
         best_value = float(values[0]) if values.size else 0.0
         return max(float(needed.min()), np.nextafter(best_value, 2.0)), float(rates[0])
 

@@ -149,6 +149,44 @@ def test_the_choice_is_as_fast_as_the_best_fixed_number(rows, accuracy, cost_ms)
     assert chosen >= 0.95 * max(fixed)
 
 
+def late(rows, tokens):
+    """A large model: a draft costs a fifth of a row, and any drafts at all half a millisecond."""
+    return 3.5 + 0.02 * rows + 0.0125 * (tokens - rows) + 0.5 * (tokens > rows)
+
+
+@pytest.mark.parametrize("rows", [64, 256])
+def test_useless_drafts_cost_a_large_batch_little_from_its_first_step_on(rows):
+    """Few of its requests are tried until it is known what becomes of their drafts, and few at a
+    time of those that come later."""
+    steps = 255
+    device = Device(decoding(rows, 0.0), late, drafter_ms=0.1, change_ms=0.4)
+    speed, plain = device.run(steps), Device(decoding(rows, 0.0), late).run(steps, 0)
+    assert speed >= 0.985 * plain
+    assert max(device.drafted) <= 16 * MOST
+    rng, began_s, before = random.Random(rows), device.now_s, device.num_gained
+    for number in range(4 * steps):
+        device.run(1)
+        place = rng.randrange(2 * rows)
+        if place < rows:
+            device.lengths.forget(device.requests[place])
+            device.requests = [*device.requests]
+            device.requests[place] = Decoding(f"new{number}", 0.0)
+    assert (device.num_gained - before) / (device.now_s - began_s) >= 0.985 * plain
+    assert max(device.drafted) <= 16 * MOST
+
+
+def test_good_requests_among_useless_ones_are_found():
+    """One of 64 has drafts that are accepted, and comes when those of all others have failed."""
+    requests = decoding(64, 0.0)
+    device = Device(requests, flat, drafter_ms=0.1)
+    device.run(400)
+    device.lengths.forget(requests[40])
+    device.requests = [*requests[:40], Decoding("good", 1.0), *requests[41:]]
+    device.run(1000)
+    recent = Counter(req_id for step in device.choices[-200:] for req_id, _ in step)
+    assert recent.most_common(1)[0][0] == "good" and recent["good"] > 150
+
+
 def test_probes_cost_less_than_one_percent():
     device = Device(decoding(16, 0.0), steep)
     device.run(200)

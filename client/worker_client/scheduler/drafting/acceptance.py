@@ -29,6 +29,9 @@ NUM_DEVIATIONS: Final = 1.5
 FORGOTTEN_AFTER: Final = 256
 """Steps without an outcome after which the earlier ones of a request weigh 1 / e of what they did.
 Otherwise a request whose drafts are hardly ever tried would be known by very old ones."""
+TRIED_FIRST: Final = 16
+"""Requests that are tried at once as long as little is known. So many tell enough of all, and cost
+a large step little."""
 FIRST_ROWS: Final = 16
 
 
@@ -66,8 +69,8 @@ class Acceptance:
         return len(self._rates)
 
     def begin(self, source: Source, number: int) -> int:
-        """Return the row of a new request: with the rates of all, soon replaced by its own. number:
-        of the next step."""
+        """Return the row of a new request: it has the rates of all until there are outcomes of it.
+        number: of the next step."""
         if not self._free:
             self.count_new(number)
         if not self._free:
@@ -77,8 +80,7 @@ class Acceptance:
             self._last = grown(self._last, 2 * size)
             self._free = [*range(size, 2 * size)][::-1]
         row = self._free.pop()
-        self._rates[row], self._gains[row] = self._overall[source], 1.0
-        self._source[row] = source
+        self._gains[row], self._source[row] = 1.0, source
         return row
 
     def end(self, row: int) -> None:
@@ -114,6 +116,8 @@ class Acceptance:
                 num_accepted[own].sum(axis=0),
                 OVERALL_GAIN,
             )
+        is_new = self._gains[:, 0] == 1.0
+        self._rates[is_new] = self._overall[self._source[is_new]]
         numbers = num_tested[:, 0].nonzero()[0]
         ages = ((number - self._last[numbers, None]) / FORGOTTEN_AFTER).clip(max=16)
         self._last[numbers] = number
@@ -141,16 +145,30 @@ class Acceptance:
         """Return the same, of a request."""
         return float(self._rates[row, 0])
 
-    def has_untried(self, rows: Int64s) -> bool:
-        """Return True if of one of these requests no outcome is known."""
-        return bool((self._gains[rows, 0] == 1.0).any())
+    def is_known(self, source: Source) -> bool:
+        """Return True if outcomes of about TRIED_FIRST requests are known, or as many of one."""
+        return bool(self._overall_gains[source, 0] <= 1 / TRIED_FIRST)
+
+    def share_untried(self, rows: Int64s) -> float:
+        """Return the share of these requests of which no outcome is known."""
+        return float((self._gains[rows, 0] == 1.0).mean())
+
+    def least_known(self, rows: Int64s) -> NDArray[np.bool_]:
+        """Return which requests to try where nothing is expected of any: bool [rows], a quarter of
+        them, those without outcomes first, then those whose last one is the oldest."""
+        is_tried = self._gains[rows, 0] < 1.0
+        chosen = np.zeros(rows.size, np.bool_)
+        order = np.lexsort((self._last[rows], is_tried))
+        chosen[order[: max(TRIED_FIRST, rows.size // 4)]] = True
+        return chosen
 
     def rates(self, rows: Int64s) -> Float64s:
         """Return the expected rates of requests, float64 [requests, positions]: those of all, moved
         to a request's own as far as that differs by more than chance. Otherwise the most valuable
         drafts would be those of the requests that were lucky."""
         overall = self._overall[self._source[rows]]
-        own, gains = self._rates[rows] - overall, self._gains[rows]
+        gains = self._gains[rows]
+        own = np.where(gains < 1.0, self._rates[rows] - overall, 0.0)
         noise = np.sqrt(np.maximum(overall * (1 - overall), 0.01) * gains / (2 - gains))
         moved = np.maximum(np.abs(own) - NUM_DEVIATIONS * noise, 0.0)
         rates: Float64s = np.clip(overall + np.sign(own) * moved, 0.0, 1.0)

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from worker_client.scheduler.drafting.acceptance import TRIED_FIRST
 from worker_client.scheduler.drafting.step_costs import StepCosts
 
 Int64s = NDArray[np.int64]
@@ -19,7 +20,9 @@ PROBE_SHARE: Final = 0.005
 PROBE_EVERY: Final = 16
 """Steps from the beginning of one probe to the next at least, however little it costs."""
 RARELY: Final = 256
-"""The same where none pay, and hardly any is accepted."""
+"""The same where hardly any draft is accepted of any request, and nearly each has been tried."""
+MANY_UNTRIED: Final = 1 / 16
+"""Share of requests that have not been tried: those of another text may be easier to guess."""
 HOPELESS: Final = 0.1
 """Share of first drafts of which fewer are accepted there."""
 FIRST_PROBE: Final = 3
@@ -62,20 +65,23 @@ class Probes:
         self._saved_s = min(self._saved_s + PROBE_SHARE * seconds, MOST_SAVED * seconds)
 
     def is_due(self, number: int, *, is_hopeless: bool = False) -> bool:
-        """Return True if step `number` comes late enough after the last probe. is_hopeless: no
-        drafts pay, of first ones fewer than HOPELESS are accepted, and no request is new."""
+        """Return True if step `number` comes late enough after the last probe. is_hopeless: of the
+        first drafts of each request fewer than HOPELESS are accepted, and not many are untried."""
         wait = RARELY if is_hopeless else PROBE_EVERY
         if not self._costs.has_slope:
             wait = FIRST_PROBE << min(self._num_probes, 16)
         return number - self._last >= wait
 
-    def find(self, counts: Int64s, room: Int64s, rate: float) -> DraftProbe | None:
+    def find(
+        self, counts: Int64s, room: Int64s, rate: float, *, is_hopeless: bool = False
+    ) -> DraftProbe | None:
         """Return a probe: without drafts if the time of such a step is not known; else with the
         same number for each request, one after the other where drafts pay, and 1 where they do not.
         None: it would tell nothing, or cost too much.
 
         counts: int64 [requests], the best choice; room: the drafts that each may have; rate: tokens
-        per second of the best choice, as expected.
+        per second of the best choice, as expected; is_hopeless: what drafts cost does not matter, a
+        few outcomes do.
         """
         total, num_rows = int(counts.sum()), counts.size
         is_undrafted = total > 0 and not self._costs.knows_undrafted(num_rows)
@@ -85,8 +91,11 @@ class Probes:
             return None
         if not self._costs.has_slope:
             return DraftProbe(other, PROBE_STEPS, 0.0)
-        is_known = not is_undrafted and self._costs.knows(num_rows, num_rows + num_other)
-        num_steps = 1 if is_known else PROBE_STEPS
+        num_steps = PROBE_STEPS
+        if is_hopeless:
+            num_steps = min(max(1, TRIED_FIRST // num_other), PROBE_STEPS)
+        elif not is_undrafted and self._costs.knows(num_rows, num_rows + num_other):
+            num_steps = 1
         best_s, other_s = self._costs.seconds(
             num_rows, num_rows + np.array([total, num_other], float)
         )

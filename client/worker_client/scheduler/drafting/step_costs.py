@@ -161,9 +161,11 @@ class StepCosts:
         return expected
 
     def _curve(self, rows: int) -> tuple[Float64s, Float64s]:
+        """Return the tokens and times that are known of a column. More tokens take no less: where
+        it seems so, steps have become slower since, or it is chance."""
         cells = sorted(self._by_rows[rows].values(), key=lambda cell: cell.num_tokens)
         tokens = np.array([cell.num_tokens for cell in cells])
-        return tokens, np.array([cell.seconds for cell in cells])
+        return tokens, np.maximum.accumulate([cell.seconds for cell in cells])
 
     def _slope(self, rows: int) -> float | None:
         """Return the seconds of a further token; None if only one cell is known."""
