@@ -11,7 +11,7 @@ from torch import Tensor
 
 from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.device.pinned import upload
-from worker_daemon.drafting.interface import NO_PROPOSAL, Gained
+from worker_daemon.drafting.interface import NO_PROPOSAL, ComputedStep, Gained
 from worker_daemon.drafting.row_texts import DraftLimits
 
 
@@ -50,10 +50,10 @@ class ReplayDrafter:
         num_places = num_tokens + self._num_drafts * (1 + num_rows)
         self._tokens = torch.full((num_places,), NO_PROPOSAL, dtype=torch.int64, device=device)
         """int64: the outputs, with no proposals before, between and after them."""
-        self._places = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        """int64 [S + 1]: each row's next token; 0, before all outputs, without a recording."""
-        self._ends = torch.zeros_like(self._places)
-        """int64 [S + 1]: the end of each row's recording."""
+        self._offsets = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        """int64 [S + 1]: place of each row's next token, less its length."""
+        self._ends = torch.zeros_like(self._offsets)
+        """int64 [S + 1]: the end of each row's recording; 0, before all outputs, without one."""
         self._ahead = torch.arange(self._num_drafts, device=device)
         self._by_prompt: dict[bytes, tuple[int, int]] = {}
         self._prompt_lens: list[int] = []
@@ -62,7 +62,7 @@ class ReplayDrafter:
         """Replace the recordings, one for each row at most; no row has one until it begins."""
         outputs = [np.array(each.output, np.int64) for each in recordings]
         sizes = [output.size for output in outputs]
-        assert sum(sizes) <= self._num_tokens and len(sizes) < self._places.shape[0]
+        assert sum(sizes) <= self._num_tokens and len(sizes) < self._offsets.shape[0]
         told = mistakes.applied(np.concatenate([np.zeros(0, np.int64), *outputs]))
         after_each = np.full(self._num_drafts, NO_PROPOSAL, np.int64)
         pieces = [after_each]
@@ -83,13 +83,19 @@ class ReplayDrafter:
         """See Drafter."""
         return None
 
+    @property
+    def texts(self) -> None:
+        """See Drafter."""
+        return None
+
     def begin(self, slots: Sequence[int], tokens: Sequence[Int32s]) -> None:
         """See Drafter."""
         if not slots:
             return
         columns = np.array([(*self._find(text),) for text in tokens], np.int64).T
-        header = upload(np.array([slots, *columns], np.int64), self._places.device)
-        self._places[header[0]] = header[1]
+        columns[0] -= [text.size for text in tokens]
+        header = upload(np.array([slots, *columns], np.int64), self._offsets.device)
+        self._offsets[header[0]] = header[1]
         self._ends[header[0]] = header[2]
 
     def _find(self, text: Int32s) -> tuple[int, int]:
@@ -101,26 +107,27 @@ class ReplayDrafter:
                 return min(first + text.size - prompt_len, end), end
         return 0, 0
 
-    def gain(self, gained: Gained) -> None:
-        """See Drafter."""
-        rows = gained.rows.long()
-        places = torch.minimum(self._places[rows] + gained.counts, self._ends[rows])
-        self._places[rows] = places
+    def follow(self, step: ComputedStep) -> None:
+        """See Drafter: a row's length says where its recording goes on."""
 
     def propose(self, gained: Gained) -> Tensor:
         """See Drafter."""
-        self.gain(gained)
-        places = self._places[gained.rows.long()]
+        rows = gained.rows.long()
+        places = torch.minimum(self._offsets[rows] + gained.lengths, self._ends[rows])
         return self._tokens.take(places[:, None] + self._ahead)
 
     def forget(self) -> None:
         """See Drafter."""
-        self._places.zero_()
+        self._offsets.zero_()
         self._ends.zero_()
 
     def restart(self) -> None:
         """See Drafter."""
         self.forget()
+
+    def compile_subset(self) -> "ReplayDrafter":
+        """See Drafter."""
+        return self
 
 
 def _key(tokens: Sequence[int] | Int32s) -> bytes:

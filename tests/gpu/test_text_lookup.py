@@ -63,8 +63,9 @@ def test_long_texts_equal_torchs(method, longest, num_rows, max_len, vocab_size)
         theirs.begin(slots, [np.array(requests.texts[row], np.int32) for row in slots])
         for _ in range(6):
             gains = requests.gain()
-            found = ours.propose(as_gained(gains, 4, CUDA))
-            assert found.tolist() == theirs.propose(as_gained(gains, 4, CPU)).tolist()
+            found = ours.propose(as_gained(gains, 4, CUDA, requests.texts))
+            known = theirs.propose(as_gained(gains, 4, CPU, requests.texts))
+            assert found.tolist() == known.tolist()
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
@@ -72,7 +73,7 @@ def test_nothing_waits_for_the_device(method):
     config = SpeculativeConfig(method=method, num_speculative_tokens=4)
     drafter = drafter_on(CUDA, config, 8, 5_000)
     texts = [np.arange(3_000, dtype=np.int32) % 7] * 2
-    gained = as_gained([(2, [1, 2]), (5, [3])], 4, CUDA)
+    gained = as_gained([(2, [1, 2]), (5, [3])], 4, CUDA, dict.fromkeys((2, 5), range(3_002)))
     drafter.begin([2, 5], texts)
     drafter.propose(gained)  # compiles
     torch.cuda.set_sync_debug_mode("error")
@@ -90,7 +91,10 @@ def test_a_graph_proposes_what_each_step_does(method):
     captured, eager = (drafter_on(CUDA, config, 6, 8_000) for _ in range(2))
     rng = np.random.default_rng(5)
     text = rng.integers(0, 3, 5_000).astype(np.int32)
-    gained = as_gained([(row, [0] * 4) for row in range(6)], 3, CUDA)
+    gained = as_gained(
+        [(row, [0] * 4) for row in range(6)], 3, CUDA, dict.fromkeys(range(6), range(4))
+    )
+    lengths = torch.tensor([800 * (1 + row) for row in range(6)])
     for drafter in (captured, eager):
         drafter.begin([0], [text])
         drafter.propose(gained)  # compiles
@@ -101,6 +105,9 @@ def test_a_graph_proposes_what_each_step_does(method):
         drafter.begin(range(6), [text[: 800 * (1 + row)] for row in range(6)])
     for _ in range(5):
         gained.token_ids.copy_(torch.from_numpy(rng.integers(0, 3, (6, 4))))
-        gained.counts.copy_(torch.from_numpy(rng.integers(0, 5, 6)))
+        counts = torch.from_numpy(rng.integers(0, 5, 6))
+        lengths += counts
+        gained.counts.copy_(counts)
+        gained.lengths.copy_(lengths)
         graph.replay()
         assert torch.equal(drafts, eager.propose(gained))

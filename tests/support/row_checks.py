@@ -18,8 +18,9 @@ def _columns(device, *values):
 
 
 def check_gather(device, num_tokens, block_size, seed):
-    """Check that tokens come from the host, or from their row's newest one and its drafts, and KV
-    slots from the row's block table."""
+    """Check that tokens come from the host, or from their row's newest one and its drafts, KV slots
+    from the row's block table, and that texts get the tokens at their positions, if there are
+    some."""
     rng = np.random.default_rng(seed)
     num_rows, num_blocks = int(rng.integers(1, 40)), int(rng.integers(1, 30))
     num_drafts = int(rng.integers(0, 6))
@@ -31,21 +32,30 @@ def check_gather(device, num_tokens, block_size, seed):
     host[on_device] = TOKEN_ON_DEVICE - rng.integers(0, 1 + num_drafts, np.count_nonzero(on_device))
     rows = rng.integers(0, num_rows, num_tokens)
     positions = rng.integers(0, num_blocks * block_size, num_tokens)
-    token_ids, slots = KERNELS.gather_tokens(
-        *_columns(device, host, rows, positions),
-        torch.from_numpy(following).to(device),
-        *_columns(device, table),
-        block_size,
-    )
-    assert token_ids.dtype == slots.dtype == torch.int64
-    assert token_ids.tolist() == [
-        max(following[row, TOKEN_ON_DEVICE - token], 0) if token < 0 else token
-        for token, row in zip(host, rows, strict=True)
-    ]
-    assert slots.tolist() == [
-        table[row, position // block_size] * block_size + position % block_size
-        for row, position in zip(rows, positions, strict=True)
-    ]
+    width = num_blocks * block_size + int(rng.integers(0, 9))
+    _, firsts, inverse = np.unique(rows * width + positions, return_index=True, return_inverse=True)
+    host = host[firsts[inverse]]  # a place that is named again has the same token
+    before = rng.integers(0, 99, (num_rows, width)).astype(np.int32)
+    for texts in (None, torch.from_numpy(before).to(device)):
+        token_ids, slots = KERNELS.gather_tokens(
+            *_columns(device, host, rows, positions),
+            torch.from_numpy(following).to(device),
+            *_columns(device, table),
+            block_size,
+            texts,
+        )
+        assert token_ids.dtype == slots.dtype == torch.int64
+        assert token_ids.tolist() == [
+            max(following[row, TOKEN_ON_DEVICE - token], 0) if token < 0 else token
+            for token, row in zip(host, rows, strict=True)
+        ]
+        assert slots.tolist() == [
+            table[row, position // block_size] * block_size + position % block_size
+            for row, position in zip(rows, positions, strict=True)
+        ]
+    expected = before.copy()
+    expected[rows, positions] = token_ids.cpu().numpy().astype(np.int32)
+    assert texts is not None and np.array_equal(texts.cpu().numpy(), expected)
 
 
 def check_writes(device, num_values, seed):
@@ -99,6 +109,7 @@ def check_verified(device, num_seqs, most, seed):
     token_ids = np.where(rng.random(inputs.size) < 0.7, np.append(inputs[1:], 0), 7)
     token_ids[rng.random(inputs.size) < 0.1] = NO_TOKEN
     before = rng.integers(0, 9, num_seqs + 4)
+    positions = rng.integers(1, 1 << 20, inputs.size)
     num_padding = int(rng.integers(0, 4))
     for num_there in {num_seqs, int(rng.integers(0, num_seqs + 1))}:
         # Padding of two kinds: without samples, and of a step that is verified elsewhere.
@@ -107,9 +118,10 @@ def check_verified(device, num_seqs, most, seed):
         for kernels, where in ((KERNELS, device), (TorchRowKernels(), torch.device("cpu"))):
             following = torch.full((spare + 1, most + 1), 50, device=where)
             refused = torch.from_numpy(before.astype(np.int32)).to(where)
-            own_rows, own_firsts, count = _columns(where, rows, padded, [num_there])
+            own_rows, at = _columns(where, rows, positions)
+            own_firsts, count = _columns(where, padded, [num_there])
             columns = torch.from_numpy(token_ids).to(where), torch.from_numpy(inputs).to(where)
-            outcome = kernels.verify(*columns, own_firsts, count, own_rows, following, refused)
+            outcome = kernels.verify(*columns, own_firsts, count, own_rows, at, following, refused)
             kept, changed = [], set()
             for seq, (first, end) in enumerate(pairwise(firsts[: num_there + 1])):
                 last = first
@@ -123,6 +135,7 @@ def check_verified(device, num_seqs, most, seed):
                 assert outcome.rows[seq] == row
                 assert outcome.gained[seq].tolist() == gained + padding
                 assert outcome.counts[seq] == len(gained) and outcome.refused[seq] == num_refused
+                assert outcome.lengths[seq] == positions[first] + len(gained)
                 assert outcome.total[seq] == refused[row] == before[row] + num_refused
                 assert following[row].tolist() == [gained[-1]] + [50] * most
                 kept += gained + [NO_TOKEN] * num_refused
@@ -131,6 +144,7 @@ def check_verified(device, num_seqs, most, seed):
             assert outcome.rows[num_there:].tolist() == [spare] * (padded.size - 1 - num_there)
             assert (outcome.gained[num_there:] == NO_TOKEN).all()
             assert not outcome.counts[num_there:].any() and not outcome.refused[num_there:].any()
+            assert not outcome.lengths[num_there:].any()
             others = [row for row in range(spare + 1) if row not in changed]
             assert (following[others] == 50).all()
             assert refused[others].tolist() == before[others].tolist()

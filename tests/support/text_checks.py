@@ -23,15 +23,40 @@ def continued(text, longest, shortest, num_drafts):
     return [0] * num_drafts
 
 
-def as_gained(gains, num_drafts, device):
-    """Return Gained of (row, tokens) pairs."""
+def as_gained(gains, num_drafts, device, texts):
+    """Return Gained of (row, tokens) pairs. texts: {row: tokens}, those that it gains included;
+    rows that it has not are padding."""
     width = 1 + num_drafts
     padded = [[*tokens, *[NO_TOKEN] * (width - len(tokens))] for _, tokens in gains]
     return Gained(
         torch.tensor([row for row, _ in gains], dtype=torch.int32, device=device),
         torch.tensor(padded, dtype=torch.int64, device=device).reshape(len(gains), width),
         torch.tensor([len(tokens) for _, tokens in gains], dtype=torch.int32, device=device),
+        torch.tensor(
+            [len(texts.get(row, ())) + (tokens == [NO_TOKEN]) for row, tokens in gains],
+            dtype=torch.int32,
+            device=device,
+        ),
     )
+
+
+class ToldDrafter:
+    """A drafter on the CPU, and the texts of its rows, all tokens of which it is told."""
+
+    def __init__(self, drafter):
+        self.drafter, self.texts = drafter, {}
+
+    def begin(self, slots, texts):
+        self.texts |= {slot: list(text) for slot, text in zip(slots, texts, strict=True)}
+        self.drafter.begin(slots, [np.array(text, np.int32) for text in texts])
+
+    def propose(self, gains, num_drafts):
+        """Return the drafts of rows after the tokens that these (row, tokens) pairs gain."""
+        for row, tokens in gains:
+            own = self.texts.get(row, [])
+            self.texts[row] = own + [token for token in tokens if token != NO_TOKEN]
+        gained = as_gained(gains, num_drafts, torch.device("cpu"), self.texts)
+        return self.drafter.propose(gained).tolist()
 
 
 class RandomRequests:
@@ -84,7 +109,7 @@ def check_ngram(drafter, requests, config, device, num_steps, longest=None):
     requests.begin(drafter, 1.0, longest)
     for _ in range(num_steps):
         gains, padding = requests.gain(), requests.padding()
-        gained = as_gained(gains + padding, config.num_speculative_tokens, device)
+        gained = as_gained(gains + padding, config.num_speculative_tokens, device, requests.texts)
         drafts = drafter.propose(gained)
         assert drafts.dtype == torch.int64
         expected = [continued(requests.texts[row], *matching) for row, _ in gains]
@@ -193,7 +218,7 @@ def check_suffix(drafter, requests, config, device, num_steps, longest=None):
     for _ in range(num_steps):
         gains, padding = requests.gain(), requests.padding()
         kept.gain(gains)
-        gained = as_gained(gains + padding, config.num_speculative_tokens, device)
+        gained = as_gained(gains + padding, config.num_speculative_tokens, device, requests.texts)
         drafts = drafter.propose(gained)
         expected = [voted(requests.texts[row], kept, row, *matching) for row, _ in gains]
         assert drafts.tolist() == expected + [[0] * config.num_speculative_tokens] * len(padding)

@@ -21,9 +21,10 @@ class TextTable:
     """The tokens of the request rows and of the spare row."""
 
     tokens: Tensor
-    """int32 [S + 1, W]"""
+    """int32 [S + 1, W]; each step writes those that it reads."""
     lengths: Tensor
-    """int32 [S + 1]: tokens of each row that count."""
+    """int32 [S + 1]: tokens of each row that count, as of the last call that says so: of place or
+    append."""
     scratch: Tensor
     """int64 [2, S + 1]: zeros between the calls that use it."""
 
@@ -49,6 +50,8 @@ class KeptTable:
     none."""
     filled: Tensor
     """int32 [S + 1]: tokens of that page."""
+    ends: Tensor
+    """int32 [S + 1]: tokens of each row's text that are kept, or need not be."""
     requests: Tensor
     """int32 [S + 1]: the request of each row; 0 for none, of which nothing is kept."""
 
@@ -73,9 +76,12 @@ class TextKernels(Protocol):
         """Replace the texts of rows [B]: row b gets tokens[bounds[b] : bounds[b + 1]]. bounds int32
         [B + 1], tokens int32; at most W for each row."""
 
-    def append(self, table: TextTable, rows: Tensor, token_ids: Tensor, counts: Tensor) -> None:
+    def append(
+        self, table: TextTable, rows: Tensor, token_ids: Tensor, counts: Tensor, lengths: Tensor
+    ) -> None:
         """Append the first counts (int32 [Q]) of token_ids (int64 [Q, 1 + K]) to the texts of rows
-        [Q]; nothing if the first one is negative. Tokens that find no room are dropped."""
+        [Q], which have lengths (int32 [Q]) then; nothing if the first one is negative. Tokens that
+        find no room are dropped."""
 
     def continue_texts(self, table: TextTable, rows: Tensor, matching: Matching) -> Tensor:
         """Return int64 [Q, K]: the tokens that followed the last ones of each row's text where
@@ -85,10 +91,12 @@ class TextKernels(Protocol):
         one. After the text's end, the tokens that followed are repeated.
         """
 
-    def keep(self, kept: KeptTable, rows: Tensor, token_ids: Tensor, counts: Tensor) -> None:
-        """Keep the first counts (int32 [Q], at most PAGE_TOKENS) of token_ids (int64 [Q, 1 + K]) as
-        output of the requests in rows [Q]; nothing if the first one is negative. Rows begin pages
-        in the order of Q."""
+    def keep(
+        self, table: TextTable, kept: KeptTable, rows: Tensor, ends: Tensor | None = None
+    ) -> None:
+        """Keep the texts of rows [Q] up to ends (int32 [Q]; None: up to their lengths) as output of
+        their requests, from where they are not kept yet, at most PAGE_TOKENS of each. Rows begin
+        pages in the order of Q."""
 
     def vote(self, table: TextTable, kept: KeptTable, rows: Tensor, matching: Matching) -> Tensor:
         """Return int64 [Q, K]: the tokens that most often followed the last ones of each row's

@@ -19,6 +19,8 @@ class Verified(NamedTuple):
     """int64 [Q, 1 + K] the tokens of each sequence, oldest first; then NO_TOKEN."""
     counts: Tensor
     """int32 [Q] their number: at least 1; 0 for padding."""
+    lengths: Tensor
+    """int32 [Q] tokens of its row, these included; 0 for padding."""
     refused: Tensor
     """int32 [Q] samples that it does not gain."""
     total: Tensor

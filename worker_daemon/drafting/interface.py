@@ -1,5 +1,8 @@
 """The interface of a drafter: it follows the rows' tokens on the device that samples them, and
-proposes the next ones.
+proposes the next ones when it is asked to.
+
+Nothing tells it what a step has sampled. It has the tokens that steps read, as the target has, so
+that its rows are right wherever their KV cache is, and those of the steps after which it proposes.
 
 Shapes: S rows, Q sequences that sampled in a step, K num_speculative_tokens, N tokens of a step
 with its padding, H hidden size and V vocabulary of the target.
@@ -29,6 +32,8 @@ class Gained(NamedTuple):
     the last one. A row whose first entry is NO_TOKEN has failed, or is padding."""
     counts: Tensor
     """int32 [Q] tokens gained, 0 to the number of columns."""
+    lengths: Tensor
+    """int32 [Q] tokens of each row, these included; 0 for padding."""
     ends: "RowEnds | None" = None
     """Set for a StepFollower alone."""
 
@@ -36,10 +41,8 @@ class Gained(NamedTuple):
 class RowEnds(NamedTuple):
     """Values by which a model continues after the last tokens that rows have gained."""
 
-    positions: Tensor
-    """int32 [Q]: position of each row's last token; any number if it has gained none."""
     longest: int
-    """Upper bound of the positions, known to the host."""
+    """Upper bound of the positions of rows' last tokens, known to the host."""
     choose: "Choose"
 
 
@@ -76,17 +79,23 @@ class Drafter(Protocol):
     def follower(self) -> "StepFollower | None":
         """The drafter itself, if it is a model; otherwise None."""
 
+    @property
+    def texts(self) -> Tensor | None:
+        """int32 [S + 1, W], for the tokens of rows by position: the device writes those to it that
+        a step reads, before `follow`. None: the drafter wants none."""
+
     def begin(self, slots: Sequence[int], tokens: Sequence[Int32s]) -> None:
         """Begin to follow new requests in these rows, each with all tokens that it has. A request
         that resumes after a failure, a preemption or under another driver begins again."""
 
-    def gain(self, gained: Gained) -> None:
-        """Follow the tokens that rows have gained. Never waits for the device."""
+    def follow(self, step: ComputedStep) -> None:
+        """Follow the tokens of a step, after the target has computed them. Never waits for the
+        device. A CUDA graph may hold the launches, which depend on the step's shapes alone."""
 
     def propose(self, gained: Gained) -> Tensor:
-        """Do what `gain` does, and return int64 [Q, K]: the drafts of the rows' next tokens,
-        NO_PROPOSAL where there is none. Never waits for the device. A CUDA graph may hold the
-        launches, which depend on the shapes alone, unless the drafter is a model."""
+        """Follow the tokens that rows have gained, and return int64 [Q, K]: the drafts of their
+        next tokens, NO_PROPOSAL where there is none. Never waits for the device. A CUDA graph may
+        hold the launches, which depend on the shapes alone, unless the drafter is a model."""
 
     def forget(self) -> None:
         """Drop all rows: before a new driver, or new weights."""
@@ -95,17 +104,17 @@ class Drafter(Protocol):
         """Drop everything, as if just made: with a new link, when ranks may have followed different
         steps, and one of them may be new."""
 
+    def compile_subset(self) -> "Drafter":
+        """Return a drafter that launches the same kernels to follow steps, for a few layers only if
+        it is a model, to compile and load them."""
+
 
 class StepFollower(Drafter, Protocol):
-    """A drafter that is a model: it computes what the target has computed."""
+    """A drafter that is a model: it computes what the target has computed (`follow`)."""
 
     @property
     def stage(self) -> DecoderStage:
         """The whole model."""
-
-    def follow(self, step: ComputedStep) -> None:
-        """Compute a step's tokens after the target. A CUDA graph may hold the launches, which
-        depend on the step's shapes alone."""
 
     def compute(self, gained: Gained) -> Tensor:
         """Compute what propose returns. A CUDA graph may hold the launches if it may hold those of
@@ -115,8 +124,7 @@ class StepFollower(Drafter, Protocol):
         """Let propose replay graphs where there are some; None: there are none."""
 
     def compile_subset(self) -> "StepFollower":
-        """Return a follower that launches the same kernels for a few layers only, to compile and
-        load them."""
+        """See Drafter."""
 
 
 MakeDrafter: TypeAlias = Callable[[Tensor], Drafter | None]

@@ -54,6 +54,11 @@ class ModelDrafter:
         """See Drafter."""
         return self
 
+    @property
+    def texts(self) -> None:
+        """See Drafter."""
+        return None
+
     def begin(self, slots: Sequence[int], tokens: Sequence[Int32s]) -> None:
         """See Drafter. The step that admits a request computes its tokens here, too (`follow`)."""
         rows = upload(np.array(slots, np.int64), self._block_table.device)
@@ -67,11 +72,8 @@ class ModelDrafter:
 
     @torch.inference_mode()
     def follow(self, step: ComputedStep) -> None:
-        """See StepFollower."""
+        """See Drafter."""
         self._forward(step.token_ids, step.positions, step.metadata)
-
-    def gain(self, gained: Gained) -> None:
-        """See Drafter: the step itself has computed the tokens (`follow`)."""
 
     @torch.inference_mode()
     def propose(self, gained: Gained) -> Tensor:
@@ -84,7 +86,7 @@ class ModelDrafter:
         self._replay = replay
 
     def compile_subset(self) -> "ModelDrafter":
-        """See StepFollower."""
+        """See Drafter."""
         stage, kept = self.stage.compile_subset()
         pages = [self._pages[index] for index in kept] if self._pages else ()
         return ModelDrafter(stage, pages, self._block_table, self._block_size, self._limits)
@@ -102,7 +104,7 @@ class ModelDrafter:
             (token_ids.shape[0], num_drafts), dtype=torch.int64, device=token_ids.device
         )
         for number in range(num_drafts):
-            positions = (ends.positions + number) * has_gained
+            positions = (gained.lengths - 1 + number) * has_gained
             is_kept = has_gained & (positions <= last)
             positions = positions.clamp(0, last)
             longest = min(ends.longest + number, last) + 1

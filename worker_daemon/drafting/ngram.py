@@ -16,7 +16,7 @@ from torch import Tensor
 from rpc_schema.config import SpeculativeConfig
 from worker_daemon.contracts.arrays import Int32s
 from worker_daemon.contracts.drafting import Matching, TextKernels
-from worker_daemon.drafting.interface import Gained
+from worker_daemon.drafting.interface import ComputedStep, Gained
 from worker_daemon.drafting.row_texts import DraftLimits, RowTexts
 
 
@@ -40,6 +40,11 @@ class NgramDrafter:
         """See Drafter."""
         return None
 
+    @property
+    def texts(self) -> Tensor:
+        """See Drafter."""
+        return self._texts.table.tokens
+
     @staticmethod
     def num_bytes(config: SpeculativeConfig, limits: DraftLimits) -> int:
         """Return the device memory that a drafter takes."""
@@ -49,13 +54,12 @@ class NgramDrafter:
         """See Drafter."""
         self._texts.begin(slots, tokens)
 
-    def gain(self, gained: Gained) -> None:
-        """See Drafter."""
-        self._texts.gain(gained)
+    def follow(self, step: ComputedStep) -> None:
+        """See Drafter: the texts have the step's tokens."""
 
     def propose(self, gained: Gained) -> Tensor:
         """See Drafter."""
-        self.gain(gained)
+        self._texts.gain(gained)
         return self._texts.continuations(gained.rows, self._matching)
 
     def forget(self) -> None:
@@ -64,4 +68,8 @@ class NgramDrafter:
 
     def restart(self) -> None:
         """See Drafter."""
-        self._texts.forget()
+        self._texts.restart()
+
+    def compile_subset(self) -> "NgramDrafter":
+        """See Drafter."""
+        return self

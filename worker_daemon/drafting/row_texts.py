@@ -1,4 +1,5 @@
-"""The tokens of the request rows on the device, as far as drafters have been told of them."""
+"""The tokens of the request rows on the device, by position. A row has those with which its request
+came, and then those that steps read: each step writes its own, as it writes their KV."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -62,13 +63,18 @@ class RowTexts:
         self._kernels.place(self.table, rows, cuts, flat)
 
     def gain(self, gained: Gained) -> None:
-        """Append what the rows have gained."""
-        self._kernels.append(self.table, gained.rows, gained.token_ids, gained.counts)
+        """Append what the rows have gained, which no step has read yet."""
+        self._kernels.append(self.table, *gained[:4])
 
     def continuations(self, rows: Tensor, matching: Matching) -> Tensor:
         """Return int64 [Q, K] for rows int32 [Q]: see TextKernels.continue_texts."""
         return self._kernels.continue_texts(self.table, rows, matching)
 
     def forget(self) -> None:
-        """Empty all rows."""
+        """Empty all rows, until they begin."""
         self.table.lengths.zero_()
+
+    def restart(self) -> None:
+        """Empty all rows, also those that go on without another beginning."""
+        self.forget()
+        self.table.tokens.zero_()

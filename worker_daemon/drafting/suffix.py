@@ -18,13 +18,13 @@ from rpc_schema.config import SpeculativeConfig
 from worker_daemon.contracts.arrays import Int32s
 from worker_daemon.contracts.drafting import PAGE_TOKENS, KeptTable, Matching, TextKernels
 from worker_daemon.device.pinned import upload
-from worker_daemon.drafting.interface import Gained
+from worker_daemon.drafting.interface import ComputedStep, Gained
 from worker_daemon.drafting.row_texts import DraftLimits, RowTexts
 
 _MOST_REQUESTS: Final = 2**31 - 2
 """Numbers of requests begin again after it; the pages of the first ones are long gone then."""
 _PAGE_BYTES: Final = PAGE_TOKENS * 4 + 4 + 2 * 8
-_ROW_BYTES: Final = 8 + 2 * 4
+_ROW_BYTES: Final = 8 + 3 * 4
 _CLOCK_BYTES: Final = 8
 
 
@@ -52,6 +52,11 @@ class SuffixDrafter:
         """See Drafter."""
         return None
 
+    @property
+    def texts(self) -> Tensor:
+        """See Drafter."""
+        return self._texts.table.tokens
+
     @staticmethod
     def num_bytes(config: SpeculativeConfig, limits: DraftLimits) -> int:
         """Return the device memory that a drafter takes."""
@@ -65,18 +70,25 @@ class SuffixDrafter:
         self._texts.begin(slots, tokens)
         numbers = 1 + (self._num_begun + np.arange(len(slots))) % _MOST_REQUESTS
         self._num_begun += len(slots)
-        header = upload(np.array([slots, numbers], np.int64), self._kept.requests.device)
+        lengths = [text.size for text in tokens]
+        header = upload(np.array([slots, numbers, lengths], np.int64), self._kept.requests.device)
         self._kept.requests[header[0]] = header[1].int()
+        self._kept.ends[header[0]] = header[2].int()
         self._kept.writing.index_fill_(0, header[0], -1)
 
-    def gain(self, gained: Gained) -> None:
-        """See Drafter."""
-        self._texts.gain(gained)
-        self._kernels.keep(self._kept, gained.rows, gained.token_ids, gained.counts)
+    def follow(self, step: ComputedStep) -> None:
+        """See Drafter. Only plain decodes keep what they read. A step after which drafts are made
+        keeps what it gains, and either keeps what other steps have put off. So what a request gains
+        last is missed if no drafts were made then."""
+        metadata = step.metadata
+        if metadata.max_query_len == 1:
+            table, rows = self._texts.table, metadata.seq_rows
+            self._kernels.keep(table, self._kept, rows, metadata.seq_lens)
 
     def propose(self, gained: Gained) -> Tensor:
         """See Drafter."""
-        self.gain(gained)
+        self._texts.gain(gained)
+        self._kernels.keep(self._texts.table, self._kept, gained.rows)
         return self._kernels.vote(self._texts.table, self._kept, gained.rows, self._matching)
 
     def forget(self) -> None:
@@ -87,8 +99,13 @@ class SuffixDrafter:
     def restart(self) -> None:
         """See Drafter. Pages from the clock's start on are empty, whatever they hold."""
         self.forget()
+        self._texts.restart()
         self._kept.clock.zero_()
         self._num_begun = 0
+
+    def compile_subset(self) -> "SuffixDrafter":
+        """See Drafter."""
+        return self
 
 
 def _num_pages(config: SpeculativeConfig) -> int:
@@ -107,5 +124,6 @@ def _empty_table(num_pages: int, num_rows: int, device: torch.device) -> KeptTab
         clock=filled(0, torch.int64, 1),
         writing=filled(-1, torch.int64, num_rows),
         filled=filled(0, torch.int32, num_rows),
+        ends=filled(0, torch.int32, num_rows),
         requests=filled(0, torch.int32, num_rows),
     )

@@ -22,9 +22,11 @@ class TorchTextKernels:
         table.tokens[owners, places - torch.repeat_interleave(starts, counts)] = tokens
         table.lengths[rows.long()] = counts.int()
 
-    def append(self, table: TextTable, rows: Tensor, token_ids: Tensor, counts: Tensor) -> None:
+    def append(
+        self, table: TextTable, rows: Tensor, token_ids: Tensor, counts: Tensor, lengths: Tensor
+    ) -> None:
         rows = rows.long()
-        lengths = table.lengths[rows]
+        lengths = (lengths - counts).clamp(max=table.tokens.shape[1])
         gained = torch.where(token_ids[:, 0] < 0, 0, counts)
         gained = torch.minimum(gained, table.tokens.shape[1] - lengths)
         columns = torch.arange(token_ids.shape[1], device=rows.device)
@@ -51,8 +53,10 @@ class TorchTextKernels:
         drafts = texts.gather(1, followers.clamp(max=width - 1)).long()
         return torch.where(best[:, None] > 0, drafts, 0)
 
-    def keep(self, kept: KeptTable, rows: Tensor, token_ids: Tensor, counts: Tensor) -> None:
-        keep_tokens(kept, rows, token_ids, counts)
+    def keep(
+        self, table: TextTable, kept: KeptTable, rows: Tensor, ends: Tensor | None = None
+    ) -> None:
+        keep_tokens(table, kept, rows, table.lengths[rows.long()] if ends is None else ends)
 
     def vote(self, table: TextTable, kept: KeptTable, rows: Tensor, matching: Matching) -> Tensor:
         return vote(table, kept, rows, matching)

@@ -25,11 +25,13 @@ _MOST_COMPARED: Final = 1 << 22
 """Kept tokens, each for one row, that are compared at a time: 32 MB for a column of them."""
 
 
-def keep_tokens(kept: KeptTable, rows: Tensor, token_ids: Tensor, counts: Tensor) -> None:
+def keep_tokens(table: TextTable, kept: KeptTable, rows: Tensor, ends: Tensor) -> None:
     """See TextKernels.keep."""
     rows, num_pages = rows.long(), kept.tokens.shape[0]
-    has_none = (token_ids[:, 0] < 0) | (kept.requests[rows] == 0)
-    gained = torch.where(has_none, 0, counts)
+    starts = kept.ends[rows]
+    left = (ends - starts).clamp(0, PAGE_TOKENS)
+    gained = torch.where(kept.requests[rows] == 0, 0, left)
+    kept.ends[rows] = starts + gained
     page, filled = kept.writing[rows], kept.filled[rows]
     has_page = (page >= 0) & (page >= kept.clock - num_pages)
     fits = torch.minimum(gained, torch.where(has_page, PAGE_TOKENS - filled, 0))
@@ -47,12 +49,14 @@ def keep_tokens(kept: KeptTable, rows: Tensor, token_ids: Tensor, counts: Tensor
     left = torch.nonzero(begins & has_page & (page >= oldest))[:, 0]
     kept.after[page[left] % num_pages] = begun[left]
 
-    columns = torch.arange(token_ids.shape[1], device=rows.device)
+    columns = torch.arange(PAGE_TOKENS, device=rows.device)
+    places = (starts[:, None] + columns).clamp(max=table.tokens.shape[1] - 1)
+    token_ids = table.tokens[rows[:, None], places]
     is_first = columns < fits[:, None]
     number = torch.where(is_first, page[:, None], begun[:, None])
     offset = torch.where(is_first, filled[:, None] + columns, columns - fits[:, None])
     written = (columns < gained[:, None]) & (number >= oldest)
-    kept.tokens[number[written] % num_pages, offset[written]] = token_ids[written].int()
+    kept.tokens[number[written] % num_pages, offset[written]] = token_ids[written]
     kept.writing[rows] = torch.where(begins, begun, page)
     kept.filled[rows] = torch.where(begins, gained - fits, filled + fits)
 

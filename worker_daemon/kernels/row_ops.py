@@ -42,9 +42,10 @@ class TritonRowKernels:
         next_tokens: torch.Tensor,
         block_table: torch.Tensor,
         block_size: int,
+        texts: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (token_ids, slot_mapping), int64 [N] each, for int32 columns [N] and next_tokens
-        int64 [S + 1, 1 + K]. A missing sampled token (-1) is read as 0."""
+        int64 [S + 1, 1 + K]. A missing sampled token (-1) is read as 0. texts: int32 [S + 1, W]."""
         num_tokens = host_token_ids.shape[0]
         token_ids = torch.empty(num_tokens, dtype=torch.int64, device=host_token_ids.device)
         slot_mapping = torch.empty_like(token_ids)
@@ -56,9 +57,12 @@ class TritonRowKernels:
             positions,
             next_tokens,
             block_table,
+            block_table if texts is None else texts,
             num_tokens,
             block_table.stride(0),
             next_tokens.stride(0),
+            0 if texts is None else texts.stride(0),
+            HAS_TEXTS=texts is not None,
             BLOCK_SIZE=block_size,
             BLOCK=_BLOCK,
         )
@@ -94,25 +98,26 @@ class TritonRowKernels:
         firsts: torch.Tensor,
         num_seqs: torch.Tensor,
         rows: torch.Tensor,
+        positions: torch.Tensor,
         next_tokens: torch.Tensor,
         refused: torch.Tensor,
     ) -> Verified:
-        """token_ids, inputs int64 [R]; firsts int32 [Q + 1]; num_seqs int32 [1]; rows int32 [R];
-        next_tokens int64 [S + 1, 1 + K]; refused int32 [S + 1]."""
+        """token_ids, inputs int64 [R]; firsts int32 [Q + 1]; num_seqs int32 [1]; rows, positions
+        int32 [R]; next_tokens int64 [S + 1, 1 + K]; refused int32 [S + 1]."""
         padded, width = firsts.shape[0] - 1, next_tokens.shape[1]
         gained = token_ids.new_empty((padded, width))
-        own_rows, counts, own, total = refused.new_empty((4, padded))
+        own_rows, counts, lengths, own, total = refused.new_empty((5, padded))
         kept = torch.empty_like(token_ids)
         _verify_kernel[(padded,)](
-            own_rows, gained, counts, own, total, kept,
-            token_ids, inputs, firsts, num_seqs, rows, next_tokens, refused,
+            own_rows, gained, counts, lengths, own, total, kept,
+            token_ids, inputs, firsts, num_seqs, rows, positions, next_tokens, refused,
             width,
             next_tokens.shape[0] - 1,
             BLOCK=triton.next_power_of_2(width),
             MISSING=NO_TOKEN,
             num_warps=1,
         )  # fmt: skip
-        return Verified(own_rows, gained, counts, own, total, kept)
+        return Verified(own_rows, gained, counts, lengths, own, total, kept)
 
 
 @launched
@@ -130,7 +135,7 @@ def _update_blocks_kernel(
 
 @launched
 @triton.jit(
-    do_not_specialize=["num_tokens", "table_stride", "row_width"],
+    do_not_specialize=["num_tokens", "table_stride", "row_width", "text_width"],
     do_not_specialize_on_alignment=["token_ids", "slot_mapping"],
 )
 def _gather_tokens_kernel(
@@ -141,9 +146,12 @@ def _gather_tokens_kernel(
     positions,
     next_tokens,
     block_table,
+    texts,
     num_tokens,
     table_stride,
     row_width,
+    text_width,
+    HAS_TEXTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -154,8 +162,10 @@ def _gather_tokens_kernel(
     from_host = tl.load(host_token_ids + token, mask=inside, other=0)
     entry = next_tokens + row * row_width - 1 - from_host
     sampled = tl.load(entry, mask=inside & (from_host < 0), other=0)
-    sampled = tl.maximum(sampled, 0)
-    tl.store(token_ids + token, tl.where(from_host < 0, sampled, from_host), mask=inside)
+    found = tl.where(from_host < 0, tl.maximum(sampled, 0), from_host)
+    tl.store(token_ids + token, found, mask=inside)
+    if HAS_TEXTS:
+        tl.store(texts + row * text_width + position, found.to(tl.int32), mask=inside)
     entry = block_table + row * table_stride + position // BLOCK_SIZE
     block_id = tl.load(entry, mask=inside, other=0).to(tl.int64)
     tl.store(slot_mapping + token, block_id * BLOCK_SIZE + position % BLOCK_SIZE, mask=inside)
@@ -193,13 +203,15 @@ def _correct_positions_kernel(positions, rows, shift, count, BLOCK: tl.constexpr
 @triton.jit(
     do_not_specialize=["width", "spare"],
     do_not_specialize_on_alignment=[
-        "own_rows", "counts", "own", "total", "token_ids", "inputs", "num_seqs", "rows"
+        "own_rows", "counts", "lengths", "own", "total", "token_ids", "inputs", "num_seqs", "rows",
+        "positions",
     ],
 )  # fmt: skip
 def _verify_kernel(
     own_rows,
     gained,
     counts,
+    lengths,
     own,
     total,
     kept,
@@ -208,6 +220,7 @@ def _verify_kernel(
     firsts,
     num_seqs,
     rows,
+    positions,
     next_tokens,
     refused,
     width,
@@ -241,5 +254,7 @@ def _verify_kernel(
     tl.store(refused + row, before + refusals, mask=is_there)
     tl.store(own_rows + seq, row.to(tl.int32))
     tl.store(counts + seq, num_gained)
+    position = tl.load(positions + first, mask=is_there, other=0)
+    tl.store(lengths + seq, position + num_gained)
     tl.store(own + seq, refusals)
     tl.store(total + seq, before + refusals)

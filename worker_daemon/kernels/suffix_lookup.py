@@ -44,11 +44,10 @@ _PLACE_MASK = tl.constexpr(2**40 - 1)
 
 
 def keep_tokens(
-    kept: KeptTable, rows: torch.Tensor, token_ids: torch.Tensor, counts: torch.Tensor
+    table: TextTable, kept: KeptTable, rows: torch.Tensor, ends: torch.Tensor | None
 ) -> None:
     """See TextKernels.keep. One program, since pages are numbered in the order of rows."""
-    num_seqs, num_columns = token_ids.shape
-    assert token_ids.stride(1) == 1
+    num_seqs = rows.shape[0]
     if num_seqs:
         _keep_kernel[(1,)](
             kept.tokens,
@@ -58,16 +57,16 @@ def keep_tokens(
             kept.clock,
             kept.writing,
             kept.filled,
+            kept.ends,
             kept.requests,
+            table.tokens,
             rows,
-            token_ids,
-            counts,
+            table.lengths if ends is None else ends,
             num_seqs,
-            num_columns,
-            token_ids.stride(0),
+            table.tokens.stride(0),
             kept.tokens.shape[0],
+            ENDS_BY_ROW=ends is None,
             BLOCK=_KEEP_BLOCK,
-            COLUMNS=triton.next_power_of_2(num_columns),
             PAGE=PAGE_TOKENS,
         )
 
@@ -113,8 +112,8 @@ def vote(table: TextTable, kept: KeptTable, rows: torch.Tensor, matching: Matchi
 
 @launched
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_columns", "gain_stride", "num_pages"],
-    do_not_specialize_on_alignment=["rows", "token_ids", "counts"],
+    do_not_specialize=["num_seqs", "stride", "num_pages"],
+    do_not_specialize_on_alignment=["rows", "ends"],
 )
 def _keep_kernel(
     kept,
@@ -124,16 +123,16 @@ def _keep_kernel(
     clock,
     writing,
     filled,
+    kept_ends,
     requests,
+    tokens,
     rows,
-    token_ids,
-    counts,
+    ends,
     num_seqs,
-    num_columns,
-    gain_stride,
+    stride,
     num_pages,
+    ENDS_BY_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
     PAGE: tl.constexpr,
 ):
     now = tl.load(clock)
@@ -142,21 +141,22 @@ def _keep_kernel(
         seq = start + tl.arange(0, BLOCK)
         inside = seq < num_seqs
         row = tl.load(rows + seq, mask=inside, other=0).to(tl.int64)
-        gain = token_ids + seq.to(tl.int64) * gain_stride
-        gained = _gained(requests, row, counts, seq, gain, inside)
+        first, gained = _unkept(
+            kept_ends, requests, row, ends + (row if ENDS_BY_ROW else seq), inside, PAGE
+        )
         _, _, _, fits = _room(writing, filled, row, gained, now, num_pages, inside, PAGE)
         later += tl.sum((gained > fits).to(tl.int64), 0)
     tl.debug_barrier()  # all threads have read what is written below
     oldest = tl.maximum(later - num_pages, 0)
-    column = tl.arange(0, COLUMNS)[None, :]
     offset = tl.arange(0, PAGE)[None, :]
     number = now
     for start in range(0, num_seqs, BLOCK):
         seq = start + tl.arange(0, BLOCK)
         inside = seq < num_seqs
         row = tl.load(rows + seq, mask=inside, other=0).to(tl.int64)
-        gain = token_ids + seq.to(tl.int64) * gain_stride
-        gained = _gained(requests, row, counts, seq, gain, inside)
+        first, gained = _unkept(
+            kept_ends, requests, row, ends + (row if ENDS_BY_ROW else seq), inside, PAGE
+        )
         page, used, has_page, fits = _room(
             writing, filled, row, gained, now, num_pages, inside, PAGE
         )
@@ -166,35 +166,36 @@ def _keep_kernel(
 
         is_there = has_page & (page >= oldest)
         place = tl.where(is_there, page % num_pages, 0)
-        is_written = is_there[:, None] & (column < fits[:, None]) & (column < num_columns)
-        token = tl.load(gain[:, None] + column, mask=is_written, other=0).to(tl.int32)
-        tl.store(kept + (place * PAGE + used)[:, None] + column, token, mask=is_written)
+        source = tokens + (row * stride + first)[:, None] + offset
+        is_written = is_there[:, None] & (offset < fits[:, None])
+        token = tl.load(source, mask=is_written, other=0)
+        tl.store(kept + (place * PAGE + used)[:, None] + offset, token, mask=is_written)
         tl.store(after + place, begun, mask=is_there & begins)
 
         # A new page is written whole, by one store.
         is_new = begins & (begun >= oldest)
         place = tl.where(is_new, begun % num_pages, 0)
-        source = fits[:, None] + offset
-        is_gained = is_new[:, None] & (source < gained[:, None]) & (source < num_columns)
-        token = tl.load(gain[:, None] + source, mask=is_gained, other=-1).to(tl.int32)
+        is_gained = is_new[:, None] & (fits[:, None] + offset < gained[:, None])
+        token = tl.load(source + fits[:, None], mask=is_gained, other=-1)
         tl.store(kept + (place * PAGE)[:, None] + offset, token, mask=is_new[:, None])
         tl.store(owners + place, tl.load(requests + row, mask=is_new, other=0), mask=is_new)
         tl.store(before + place, tl.where(has_page, page, -1), mask=is_new)
         tl.store(after + place, tl.full([BLOCK], -1, tl.int64), mask=is_new)
 
-        tl.debug_barrier()  # all threads have read the rows' pages
+        tl.debug_barrier()  # all threads have read the rows' pages and ends
+        tl.store(kept_ends + row, first + gained, mask=inside)
         tl.store(writing + row, tl.where(begins, begun, page), mask=inside)
         tl.store(filled + row, tl.where(begins, gained - fits, used + fits), mask=inside)
     tl.store(clock, later)
 
 
 @triton.jit
-def _gained(requests, row, counts, seq, gain, inside):
-    """Return the number of tokens to keep of each sequence."""
+def _unkept(kept_ends, requests, row, end, inside, PAGE: tl.constexpr):
+    """Return the first token of each row's text that is not kept yet, and how many are now."""
+    first = tl.load(kept_ends + row, mask=inside, other=0)
+    left = tl.load(end, mask=inside, other=0) - first
     request = tl.load(requests + row, mask=inside, other=0)
-    first = tl.load(gain, mask=inside, other=-1)
-    gained = tl.load(counts + seq, mask=inside, other=0)
-    return tl.where((request == 0) | (first < 0), 0, gained)
+    return first, tl.where(request == 0, 0, tl.minimum(tl.maximum(left, 0), PAGE))
 
 
 @triton.jit

@@ -59,8 +59,10 @@ class TritonTextKernels:
         rows: torch.Tensor,
         token_ids: torch.Tensor,
         counts: torch.Tensor,
+        lengths: torch.Tensor,
     ) -> None:
-        """Append the first counts int32 [Q] of token_ids int64 [Q, 1 + K] to rows int32 [Q]."""
+        """Append the first counts int32 [Q] of token_ids int64 [Q, 1 + K] to rows int32 [Q], which
+        have lengths int32 [Q] then."""
         num_seqs, num_columns = token_ids.shape
         if not num_seqs:
             return
@@ -71,6 +73,7 @@ class TritonTextKernels:
             rows,
             token_ids,
             counts,
+            lengths,
             num_seqs,
             num_columns,
             table.tokens.shape[1],
@@ -108,10 +111,14 @@ class TritonTextKernels:
         return drafts
 
     def keep(
-        self, kept: KeptTable, rows: torch.Tensor, token_ids: torch.Tensor, counts: torch.Tensor
+        self,
+        table: TextTable,
+        kept: KeptTable,
+        rows: torch.Tensor,
+        ends: torch.Tensor | None = None,
     ) -> None:
-        """Keep the first counts int32 [Q] of token_ids int64 [Q, 1 + K] of rows int32 [Q]."""
-        keep_tokens(kept, rows, token_ids, counts)
+        """Keep the texts of rows int32 [Q] up to ends int32 [Q]."""
+        keep_tokens(table, kept, rows, ends)
 
     def vote(
         self, table: TextTable, kept: KeptTable, rows: torch.Tensor, matching: Matching
@@ -142,7 +149,7 @@ def _place_kernel(tokens, lengths, rows, bounds, given, width, BLOCK: tl.constex
 @launched
 @triton.jit(
     do_not_specialize=["num_seqs", "num_columns", "width", "stride", "gain_stride"],
-    do_not_specialize_on_alignment=["rows", "token_ids", "counts"],
+    do_not_specialize_on_alignment=["rows", "token_ids", "counts", "new_lengths"],
 )
 def _append_kernel(
     tokens,
@@ -150,6 +157,7 @@ def _append_kernel(
     rows,
     token_ids,
     counts,
+    new_lengths,
     num_seqs,
     num_columns,
     width,
@@ -161,8 +169,9 @@ def _append_kernel(
     seq = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = seq < num_seqs
     row = tl.load(rows + seq, mask=inside, other=0).to(tl.int64)
-    length = tl.load(lengths + row, mask=inside, other=0)
     gained = tl.load(counts + seq, mask=inside, other=0)
+    length = tl.load(new_lengths + seq, mask=inside, other=0) - gained
+    length = tl.minimum(length, width)
     gain = token_ids + seq.to(tl.int64) * gain_stride
     has_failed = tl.load(gain, mask=inside, other=-1) < 0
     gained = tl.minimum(tl.where(has_failed, 0, gained), width - length)
@@ -171,7 +180,6 @@ def _append_kernel(
     token = tl.load(gain[:, None] + column, mask=is_gained, other=0).to(tl.int32)
     target = tokens + (row * stride + length)[:, None] + column
     tl.store(target, token, mask=is_gained)
-    tl.debug_barrier()  # all threads have read the lengths
     tl.store(lengths + row, length + gained, mask=inside)
 
 

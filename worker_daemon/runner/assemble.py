@@ -144,7 +144,6 @@ def assemble_runner(
         staging_capacity(state), most_samples, parts.depth, delivers=is_sole
     )
     drafter = parts.make_drafter(tables.group_tables[0])
-    follower = None if drafter is None else drafter.follower
     inputs = InputBuilder(state, tables, buffers, ExactShapes(), drafter)
     history = _token_history(parts, state)
     waits = None if is_sole else input_waits(parts.device)
@@ -160,7 +159,7 @@ def assemble_runner(
             step_parts,
             tokens,
             logits,
-            follower,
+            drafter,
             verifier,
             _stage_experts(parts, kept_experts),
         ),

@@ -35,20 +35,31 @@ class DraftVerifier:
         are token_ids int64 [R], and make their next drafts. May be captured. inputs: int64 [R], see
         SamplingInputs. delivery: receives the number of tokens that each sequence gains."""
         verified = self.verify(
-            token_ids, inputs, columns.first_samples, columns.num_verified, columns.sample_rows
+            token_ids,
+            inputs,
+            columns.first_samples,
+            columns.num_verified,
+            columns.sample_rows,
+            columns.sample_positions,
         )
         if delivery is not None:
             delivery.store_counts(verified.counts)
         if self.drafter is None or self.drafter.follower is not None:
             return Outcome(verified, None)
-        gained = Gained(verified.rows, verified.gained, verified.counts)
+        gained = Gained(verified.rows, verified.gained, verified.counts, verified.lengths)
         return Outcome(verified, self.propose(self.drafter, gained))
 
     def verify(
-        self, token_ids: Tensor, inputs: Tensor, firsts: Tensor, num_seqs: Tensor, rows: Tensor
+        self,
+        token_ids: Tensor,
+        inputs: Tensor,
+        firsts: Tensor,
+        num_seqs: Tensor,
+        rows: Tensor,
+        positions: Tensor,
     ) -> Verified:
         """See RowKernels.verify."""
-        return self._tables.verify(token_ids, inputs, firsts, num_seqs, rows)
+        return self._tables.verify(token_ids, inputs, firsts, num_seqs, rows, positions)
 
     def propose(self, drafter: Drafter, gained: Gained) -> Tensor:
         """Let the drafter follow what rows have gained, and return their next drafts, int64 [Q, K],

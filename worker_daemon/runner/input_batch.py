@@ -273,13 +273,14 @@ class InputBuilder:
         row, spare = torch.zeros(1, dtype=torch.int32, device=device), self._state.spare_slot
         token_ids = torch.full((1, 1 + most), NO_TOKEN, dtype=torch.int64, device=device)
         firsts = torch.cat((row, row + 1 + most))
-        self.tables.verify(token_ids[0], token_ids[0], firsts, row, row + spare)
+        self.tables.verify(token_ids[0], token_ids[0], firsts, row, row + spare, row)
         drafter = self.drafter
         if drafter is None or drafter.follower is not None:
             return
         drafter.begin([spare], [np.zeros(1, np.int32)])
         for columns in (1, 1 + most):  # after a step without drafts, and with some
-            drafter.propose(Gained(row + spare, token_ids[:, :columns].contiguous(), row))
+            given = token_ids[:, :columns].contiguous()
+            drafter.propose(Gained(row + spare, given, row, row))
         self.restart_drafts()
 
     def padding(self, plan: StepPlan) -> StepInputs:

@@ -2,7 +2,7 @@
 between them. The launches are too short for the host to make them one by one.
 
 There is a graph for each plan of a ladder (step_layout.py). It reads rows, newest tokens and
-positions from buffers, to which steps copy theirs. Which sampling options rows use is known to the
+lengths from buffers, to which steps copy theirs. Which sampling options rows use is known to the
 host alone, so that a graph samples as if they used all of them. That changes no token, and takes
 three short kernels more for each pass.
 """
@@ -33,12 +33,12 @@ class ProposalInputs:
             (num_rows, 1 + num_drafts), NO_TOKEN, dtype=torch.int64, device=device
         )
         self._counts = torch.zeros_like(self._rows)
-        self._positions = torch.zeros_like(self._rows)
+        self._lengths = torch.zeros_like(self._rows)
 
     @property
     def num_bytes(self) -> int:
         """The memory of the buffers."""
-        buffers = (self._rows, self._token_ids, self._counts, self._positions)
+        buffers = (self._rows, self._token_ids, self._counts, self._lengths)
         return sum(buffer.nbytes for buffer in buffers)
 
     def of(self, plan: ProposalPlan) -> Gained:
@@ -49,8 +49,9 @@ class ProposalInputs:
         def choose(logits: Tensor, at: Tensor) -> Tensor:
             return chooser.choose_any(logits, rows, at)
 
-        ends = RowEnds(self._positions[:count], plan.max_seq_len - 1, choose)
-        return Gained(rows, self._token_ids[:count], self._counts[:count], ends)
+        ends = RowEnds(plan.max_seq_len - 1, choose)
+        counts, lengths = self._counts[:count], self._lengths[:count]
+        return Gained(rows, self._token_ids[:count], counts, lengths, ends)
 
     def clear(self) -> None:
         """Let all rows be padding."""
@@ -58,13 +59,12 @@ class ProposalInputs:
 
     def fill(self, plan: ProposalPlan, gained: Gained) -> None:
         """Copy the rows of a step. Padding is rows that have gained nothing."""
-        assert gained.ends is not None, "of a draft model"
         count = gained.rows.shape[0]
         self._rows[:count].copy_(gained.rows)
         self._token_ids[:count, : gained.token_ids.shape[1]].copy_(gained.token_ids)
         self._counts[:count].copy_(gained.counts)
         self._counts[count : plan.num_seqs].zero_()
-        self._positions[:count].copy_(gained.ends.positions)
+        self._lengths[:count].copy_(gained.lengths)
 
 
 class GraphedProposals:

@@ -36,9 +36,10 @@ class RowKernels(Protocol):
         next_tokens: Tensor,
         block_table: Tensor,
         block_size: int,
+        texts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Columns int32 [N], next_tokens int64 [S + 1, 1 + K] -> (token_ids, slot_mapping), both
-        int64 [N].
+        int64 [N]. Each token is also written to texts int32 [S + 1, W], at its row and position.
 
         A token is the host's value or, if that is -1 - j, entry j of its row in next_tokens (0 if
         that is NO_TOKEN: the request has failed, and its driver does not know it yet). Its KV slot
@@ -66,13 +67,15 @@ class RowKernels(Protocol):
         firsts: Tensor,
         num_seqs: Tensor,
         rows: Tensor,
+        positions: Tensor,
         next_tokens: Tensor,
         refused: Tensor,
     ) -> Verified:
         """Decide which samples sequences gain in a step with drafts: those up to the first that
         differs from the draft after it, or that a NO_TOKEN follows. See RowTables.verify.
         token_ids, inputs int64 [R]; firsts int32 [Q + 1]: each sequence's first sample, then their
-        number; num_seqs int32 [1]: sequences from there on are padding; rows int32 [R]."""
+        number; num_seqs int32 [1]: sequences from there on are padding; rows, positions int32
+        [R], of each sample."""
 
 
 class TorchRowKernels:
@@ -91,12 +94,15 @@ class TorchRowKernels:
         next_tokens: Tensor,
         block_table: Tensor,
         block_size: int,
+        texts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         rows, places = token_rows.long(), positions.long()
         column = (TOKEN_ON_DEVICE - host_token_ids.long()).clamp(min=0)
         token_ids = torch.where(
             host_token_ids < 0, next_tokens[rows, column].clamp(min=0), host_token_ids.long()
         )
+        if texts is not None:
+            texts[rows, places] = token_ids.int()
         blocks = block_table[rows, places // block_size].long()
         return token_ids, blocks * block_size + places % block_size
 
@@ -123,6 +129,7 @@ class TorchRowKernels:
         firsts: Tensor,
         num_seqs: Tensor,
         rows: Tensor,
+        positions: Tensor,
         next_tokens: Tensor,
         refused: Tensor,
     ) -> Verified:
@@ -141,6 +148,7 @@ class TorchRowKernels:
         gained = torch.where(is_gained, sampled, NO_TOKEN)
         counts = torch.where(is_there, accepted + 1, 0).int()
         own, own_rows = num_samples - counts, torch.where(is_there, rows[starts], spare)
+        lengths = torch.where(is_there, positions[starts] + counts, 0)
         places = own_rows.long()
         newest = sampled.gather(1, accepted.unsqueeze(1)).squeeze(1)
         next_tokens[places, 0] = torch.where(is_there, newest, next_tokens[places, 0])
@@ -148,7 +156,7 @@ class TorchRowKernels:
         refused[places] = total
         kept = token_ids.new_full((token_ids.shape[0] + 1,), NO_TOKEN)  # the last one for the rest
         kept.scatter_(0, torch.where(is_gained, index, last + 1).flatten(), gained.flatten())
-        return Verified(own_rows, gained, counts, own, total, kept[:-1])
+        return Verified(own_rows, gained, counts, lengths, own, total, kept[:-1])
 
 
 class Gathered(NamedTuple):
@@ -227,12 +235,18 @@ class RowTables:
         return total
 
     def verify(
-        self, token_ids: Tensor, inputs: Tensor, firsts: Tensor, num_seqs: Tensor, rows: Tensor
+        self,
+        token_ids: Tensor,
+        inputs: Tensor,
+        firsts: Tensor,
+        num_seqs: Tensor,
+        rows: Tensor,
+        positions: Tensor,
     ) -> Verified:
         """Decide the outcome of a step's drafts, record refusals, and let each row continue from
         the last token that it gains. See RowKernels.verify."""
         return self._kernels.verify(
-            token_ids, inputs, firsts, num_seqs, rows, self.next_tokens, self.refused
+            token_ids, inputs, firsts, num_seqs, rows, positions, self.next_tokens, self.refused
         )
 
     def restore(self, updates: BlockUpdates) -> None:
@@ -241,9 +255,9 @@ class RowTables:
         indices = torch.from_numpy(updates.indices).long().to(self.device)
         self.block_table[rows, indices] = torch.from_numpy(updates.block_ids).to(self.device)
 
-    def gather(self, columns: StepColumns[Tensor]) -> Gathered:
-        """Return the step's tokens and their KV slots. The step's updates must have been
-        written."""
+    def gather(self, columns: StepColumns[Tensor], texts: Tensor | None = None) -> Gathered:
+        """Return the step's tokens and their KV slots. The step's updates must have been written.
+        texts: see Drafter."""
         by_group = [
             self._kernels.gather_tokens(
                 columns.host_token_ids,
@@ -252,6 +266,7 @@ class RowTables:
                 self.next_tokens,
                 block_table,
                 block_size,
+                texts,
             )
             for block_table, block_size in zip(self.group_tables, self._block_sizes, strict=True)
         ]

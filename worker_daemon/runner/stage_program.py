@@ -11,7 +11,7 @@ from torch import Tensor
 
 from worker_daemon.contracts.arrays import Int32s
 from worker_daemon.contracts.attention import AttentionMetadata
-from worker_daemon.drafting.interface import ComputedStep, StepFollower
+from worker_daemon.drafting.interface import ComputedStep, Drafter
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.draft_verifier import DraftVerifier
 from worker_daemon.runner.input_batch import StepInputs
@@ -52,15 +52,15 @@ class EagerProgram:
         parts: StepParts,
         tokens: Staging | None,
         logits: Tensor | None,
-        follower: StepFollower | None = None,
+        drafter: Drafter | None = None,
         verifier: DraftVerifier | None = None,
         experts: StageExperts | None = None,
     ) -> None:
         """kv: one for each local layer, or none under NullAttention. tokens: receives the most
         likely tokens at once, if this stage embeds them in the next step; None if other stages do,
         which receive the sampled tokens. logits: receives those of each step (SamplingInputs), of
-        as many rows as can sample; None on a stage that does not sample. follower: the draft model
-        of the last stage, if there is one. verifier: on the last stage, if steps may have drafts.
+        as many rows as can sample; None on a stage that does not sample. drafter: of the last
+        stage, if there is one. verifier: on the last stage, if steps may have drafts.
         experts: takes those of tokens, if they are kept."""
         self._kv = kv
         self._kv_caches = [layer.cache for layer in kv]
@@ -71,7 +71,8 @@ class EagerProgram:
         self._tables = tables
         self._tokens = tokens
         self._logits = logits
-        self._follower = follower
+        self._drafter = drafter
+        self._texts = None if drafter is None else drafter.texts
         self._verifier = verifier
         self._experts = experts
 
@@ -80,7 +81,7 @@ class EagerProgram:
         load them."""
         stage, kept = self._stage.compile_subset()
         kv = [self._kv[index] for index in kept] if self._kv else ()
-        follower = None if self._follower is None else self._follower.compile_subset()
+        drafter = None if self._drafter is None else self._drafter.compile_subset()
         return EagerProgram(
             stage,
             self._tables,
@@ -88,7 +89,7 @@ class EagerProgram:
             self._parts,
             self._tokens,
             self._logits,
-            follower,
+            drafter,
             self._verifier,
             self._experts,
         )
@@ -104,7 +105,7 @@ class EagerProgram:
         columns, used = inputs.packed.columns, inputs.plan.parts
         self._tables.correct(columns)
         self._tables.update(columns)
-        gathered = self._tables.gather(columns)
+        gathered = self._tables.gather(columns, self._texts)
         by_group = inputs.attention(gathered, self._tables)
         earlier = None
         if self._is_first:
@@ -123,9 +124,9 @@ class EagerProgram:
                 self._parts.forward_ended(used)
         if used:
             hidden = self._parts.after_forward(used, hidden, columns)
-        if self._follower is not None:
+        if self._drafter is not None:
             computed = ComputedStep(gathered.token_ids, hidden, columns.positions, by_group[0])
-            self._follower.follow(computed)
+            self._drafter.follow(computed)
         chosen = self._choose(hidden, columns, gathered.token_ids)
         if self._experts is not None:
             slots = gathered.slot_mappings[0]
@@ -134,9 +135,10 @@ class EagerProgram:
 
     @torch.inference_mode()
     def launch_layers(self, hidden: Tensor, query_lens: Int32s, seq_lens: Int32s) -> None:
-        """Launch the layers of a step, and the follower's, inside compiling_ahead, where launches
-        only request their kernels. hidden [N, H], of any values. query_lens, seq_lens int32 [B]:
-        each sequence's tokens in the step, and its context length."""
+        """Launch the layers of a step, and what the drafter launches to follow it, inside
+        compiling_ahead, where launches only request their kernels. hidden [N, H], of any values.
+        query_lens, seq_lens int32 [B]: each sequence's tokens in the step, and its context
+        length."""
         device = self._tables.device
         zeros = torch.zeros(hidden.shape[0], dtype=torch.int64, device=device)
         column = torch.zeros(query_lens.size + 1, dtype=torch.int32, device=device)
@@ -158,8 +160,8 @@ class EagerProgram:
         ]
         layers = [by_group[group] for group in self._layer_groups]
         self._stage.forward(hidden, zeros.int(), self._kv_caches, layers)
-        if self._follower is not None:
-            self._follower.follow(ComputedStep(zeros, hidden, zeros.int(), by_group[0]))
+        if self._drafter is not None:
+            self._drafter.follow(ComputedStep(zeros, hidden, zeros.int(), by_group[0]))
 
     @torch.inference_mode()
     def launch_sampling(self, num_rows: int) -> None:

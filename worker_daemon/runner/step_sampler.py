@@ -85,10 +85,10 @@ class StepSampler:
         groups = rows.groups
         assert groups is not None, "a step with drafts"
         verified = self._verifier.verify(
-            sampled.token_ids, inputs, groups.firsts, self._num_rows, rows.slots
+            sampled.token_ids, inputs, groups.firsts, self._num_rows, rows.slots, rows.positions
         )
         self._parts.follow(verified.kept, rows)
-        gained = Gained(verified.rows, verified.gained, verified.counts)
+        gained = Gained(verified.rows, verified.gained, verified.counts, verified.lengths)
         return replace(sampled, refused=verified.refused, gained=gained, total=verified.total)
 
     def _refuse(
@@ -110,10 +110,9 @@ class StepSampler:
         return torch.stack((newest, sampled.total.long()))
 
     def draft(self, step: Unsampled, sampled: SamplerOutput) -> Tensor | None:
-        """Let the drafter follow what the rows have gained, and make drafts of their next tokens,
-        unless the step skips them. Write these to the rows, and return them, int64 [Q, K]; None
-        without a drafter or drafts."""
-        if self.drafter is None:
+        """Let the drafter make drafts of the rows' next tokens, unless the step skips them. Write
+        these to the rows, and return them, int64 [Q, K]; None without a drafter or drafts."""
+        if self.drafter is None or step.skips_drafts:
             return None
         rows, gained = step.rows, sampled.gained
         if rows.are_verified and self.drafter.follower is None:
@@ -122,11 +121,8 @@ class StepSampler:
             return drafts[: gained.rows.shape[0]]
         if gained is None:
             gained = self._one_each(rows, sampled)
-        if step.skips_drafts:
-            self.drafter.gain(gained)
-            return None
         if self.drafter.follower is not None:
-            gained = gained._replace(ends=self._ends(rows, sampled.refused))
+            gained = gained._replace(ends=self._ends(rows))
         return self._verifier.propose(self.drafter, gained)
 
     def draft_verified(self, step: Unsampled) -> None:
@@ -135,17 +131,16 @@ class StepSampler:
         if self.drafter is not None and self.drafter.follower is not None:
             self.draft(step, self.sample(step))
 
-    def _ends(self, rows: SampleRows, refused: Tensor | None) -> RowEnds:
-        """Return where rows end. refused: see SamplerOutput."""
-        positions, groups = rows.newest_of(rows.positions), rows.groups
+    def _ends(self, rows: SampleRows) -> RowEnds:
+        """Return how a draft model goes on after rows."""
+        groups = rows.groups
         newest_np = rows.positions_np if groups is None else rows.positions_np[groups.newest_np]
         own = cache(rows.newest)  # graphs do not need it
 
         def choose(logits: Tensor, at: Tensor) -> Tensor:
             return self._parts.chooser.choose(logits, own()._replace(positions=at))
 
-        longest = int(newest_np.max(initial=0))
-        return RowEnds(positions if refused is None else positions - refused, longest, choose)
+        return RowEnds(int(newest_np.max(initial=0)), choose)
 
     def _one_each(self, rows: SampleRows, sampled: SamplerOutput) -> Gained:
         """Return what rows gain in a step without drafts."""
@@ -154,7 +149,7 @@ class StepSampler:
         if sampled.refused is not None:
             counts = counts - sampled.refused
             newest = newest.masked_fill(sampled.refused > 0, NO_TOKEN)
-        return Gained(own, newest.unsqueeze(1), counts)
+        return Gained(own, newest.unsqueeze(1), counts, rows.newest_of(rows.positions) + counts)
 
 
 def _outcome(step: Unsampled) -> Outcome:
@@ -169,7 +164,12 @@ def _verified(
     """Return what rows gain by the outcome that their step's program has found."""
     assert rows.groups is not None, "a step with drafts"
     count, verified = rows.groups.firsts_np.size, outcome.verified
-    gained = Gained(verified.rows[:count], verified.gained[:count], verified.counts[:count])
+    gained = Gained(
+        verified.rows[:count],
+        verified.gained[:count],
+        verified.counts[:count],
+        verified.lengths[:count],
+    )
     return SamplerOutput(
         token_ids, reports, verified.refused[:count], gained, verified.total[:count]
     )

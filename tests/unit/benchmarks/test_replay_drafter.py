@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from benchmarks.replay_drafter import Mistakes, Recording, ReplayDrafter
-from tests.support.text_checks import as_gained
+from tests.support.text_checks import ToldDrafter
 from worker_daemon.drafting.row_texts import DraftLimits
 
 CPU = torch.device("cpu")
@@ -16,17 +16,18 @@ NO_MISTAKES = Mistakes(0.0, VOCAB)
 def replayer(recordings, num_drafts, mistakes=NO_MISTAKES):
     drafter = ReplayDrafter(DraftLimits(3, 64, num_drafts), 5000, CPU)
     drafter.load([Recording([1], [40] * 70)], mistakes)  # to be replaced
-    begin(drafter, 1, 1)
+    told = ToldDrafter(drafter)
+    begin(told, 1, 1)
     drafter.load(recordings, mistakes)
-    return drafter
+    return told
 
 
 def begin(drafter, row, *tokens):
-    drafter.begin([row], [np.array(tokens, np.int32)])
+    drafter.begin([row], [tokens])
 
 
 def propose(drafter, num_drafts, *gains):
-    return drafter.propose(as_gained(gains, num_drafts, CPU)).tolist()
+    return drafter.propose(gains, num_drafts)
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def recordings():
 
 def test_rows_get_the_tokens_after_those_that_they_gained(recordings):
     drafter = replayer(recordings, 2)
-    drafter.begin([2, 0], [np.array([1, 2, 3], np.int32), np.array([1, 2], np.int32)])
+    drafter.begin([2, 0], [[1, 2, 3], [1, 2]])
     assert propose(drafter, 2, (0, [10]), (2, [20])) == [[11, 12], [21, 22]]
     assert propose(drafter, 2, (2, [])) == [[21, 22]]
     assert propose(drafter, 2, (0, [11, 12])) == [[13, 0]]
@@ -55,7 +56,7 @@ def test_requests_that_resume_go_on_and_others_get_nothing(recordings):
     begin(drafter, 1, 7, 7)
     assert propose(drafter, 3, (1, [10]), (0, [1])) == [[0, 0, 0], [0, 0, 0]]
     begin(drafter, 1, 5)
-    drafter.forget()
+    drafter.drafter.forget()
     assert propose(drafter, 3, (1, [])) == [[0, 0, 0]]
 
 
@@ -65,7 +66,7 @@ def test_a_share_of_the_tokens_is_wrong_and_always_the_same():
 
     def drafts(seed):
         drafter = replayer(recordings, 3000, Mistakes(0.2, VOCAB, seed))
-        drafter.begin([0, 1], [np.array([9], np.int32), np.array([8], np.int32)])
+        drafter.begin([0, 1], [[9], [8]])
         first, second = propose(drafter, 3000, (0, []), (1, []))
         assert not any(first[1000:])
         return np.array(first[:1000] + second)

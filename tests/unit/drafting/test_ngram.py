@@ -7,7 +7,7 @@ import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from rpc_schema.config import SpeculativeConfig
-from tests.support.text_checks import RandomRequests, as_gained, check_ngram, continued
+from tests.support.text_checks import RandomRequests, ToldDrafter, check_ngram, continued
 from worker_daemon.backend import choose_backend
 from worker_daemon.drafting.registry import drafter_bytes, make_drafter
 
@@ -29,10 +29,9 @@ def drafter_of(config, num_rows=4, max_model_len=64):
 
 def proposed(config, text):
     """Return what is proposed after a text whose last token is gained."""
-    drafter = drafter_of(config, max_model_len=len(text))
-    drafter.begin([2], [np.array(text[:-1], np.int32)])
-    gained = as_gained([(2, text[-1:])], config.num_speculative_tokens, CPU)
-    return drafter.propose(gained)[0].tolist()
+    drafter = ToldDrafter(drafter_of(config, max_model_len=len(text)))
+    drafter.begin([2], [text[:-1]])
+    return drafter.propose([(2, text[-1:])], config.num_speculative_tokens)[0]
 
 
 @pytest.mark.each_value
@@ -82,34 +81,35 @@ def ends_of(text, size):
 
 
 def test_a_row_that_fails_gains_nothing():
-    drafter = drafter_of(ngram(2))
-    drafter.begin([0, 1], [np.array([1, 2, 3, 1], np.int32)] * 2)
-    drafter.propose(as_gained([(0, [-1]), (1, [2])], 2, CPU))
-    drafts = drafter.propose(as_gained([(0, [2]), (1, [])], 2, CPU))
-    assert drafts.tolist() == [[3, 1], [3, 1]]
+    drafter = ToldDrafter(drafter_of(ngram(2)))
+    drafter.begin([0, 1], [[1, 2, 3, 1]] * 2)
+    drafter.propose([(0, [-1]), (1, [2])], 2)
+    assert drafter.propose([(0, [2]), (1, [])], 2) == [[3, 1], [3, 1]]
 
 
-def test_rows_are_empty_after_forget():
-    drafter = drafter_of(ngram(2))
-    drafter.begin([0], [np.array([1, 1, 1, 1], np.int32)])
-    drafter.forget()
-    assert drafter.propose(as_gained([(0, [1])], 2, CPU)).tolist() == [[0, 0]]
-    assert drafter.propose(as_gained([(0, [1, 1])], 2, CPU)).tolist() == [[1, 1]]
+def test_a_drafter_that_restarts_drafts_as_a_new_one():
+    """Another rank may be new, and rows may go on."""
+    old, new = (ToldDrafter(drafter_of(ngram(2))) for _ in range(2))
+    old.begin([0], [[7, 8, 9, 7]])
+    old.drafter.restart()
+    new.texts = dict(old.texts)
+    for gained, expected in (([7, 8], [0, 0]), ([7, 8], [7, 8])):
+        assert old.propose([(0, gained)], 2) == new.propose([(0, gained)], 2) == [expected]
 
 
 def test_tokens_without_room_are_dropped():
     """A row's last steps may sample beyond max_model_len."""
-    drafter = drafter_of(ngram(2), num_rows=2, max_model_len=6)
+    drafter = ToldDrafter(drafter_of(ngram(2), num_rows=2, max_model_len=6))
     text = [4, 1, 2, 3, 1, 2]
-    drafter.begin([0, 1], [np.array(text, np.int32), np.array([8, 9, 8], np.int32)])
+    drafter.begin([0, 1], [text, [8, 9, 8]])
     for _ in range(3):
-        drafts = drafter.propose(as_gained([(0, [3, 1, 2])], 2, CPU))
-    assert drafts.tolist() == [continued([*text, 3, 1, 2], 4, 2, 2)]
-    assert drafter.propose(as_gained([(1, [9])], 2, CPU)).tolist() == [[8, 9]]
+        drafts = drafter.propose([(0, [3, 1, 2])], 2)
+    assert drafts == [continued([*text, 3, 1, 2], 4, 2, 2)]
+    assert drafter.propose([(1, [9])], 2) == [[8, 9]]
 
 
 def test_a_step_without_samples():
-    assert drafter_of(ngram(3)).propose(as_gained([], 3, CPU)).shape == (0, 3)
+    assert ToldDrafter(drafter_of(ngram(3))).propose([], 3) == []
 
 
 @pytest.mark.parametrize("method", ["none", "driver"])

@@ -77,11 +77,14 @@ def test_long_searches_are_divided_and_the_oldest_output_goes() -> None:
     requests = RandomRequests(np.random.default_rng(1), 130, max_len, 31, 9)
     slots = requests.begin(ours, 1.0, longest=max_len - 500)
     theirs.begin(slots, [np.array(requests.texts[row], np.int32) for row in slots])
-    for _ in range(12):
-        gained = as_gained(requests.gain(), 31, CPU)
+    for number in range(12):
+        gained = as_gained(requests.gain(), 31, CPU, requests.texts)
+        # Every other step keeps what a decode has read: not yet all that rows have gained.
+        lag = torch.arange(gained.rows.shape[0], dtype=torch.int32) % 9
+        ends = gained.lengths - lag if number % 2 else None
         for drafter in (ours, theirs):
             drafter._texts.gain(gained)
-            drafter._kernels.keep(drafter._kept, *gained[:3])
+            drafter._kernels.keep(drafter._texts.table, drafter._kept, gained.rows, ends)
     for name in KeptTable.__slots__:
         assert torch.equal(getattr(ours._kept, name), getattr(theirs._kept, name))
     few, matching = gained.rows[:2], Matching(4, 2, 3)

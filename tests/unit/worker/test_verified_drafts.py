@@ -5,7 +5,15 @@ from the device."""
 import msgspec
 import numpy as np
 import pytest
-from worker_driver import GREEDY, SCHEDULER, WorkerDriver, int32s, pack_masks, uint16s
+from worker_driver import (
+    GREEDY,
+    SCHEDULER,
+    WorkerDriver,
+    bitmap,
+    int32s,
+    pack_masks,
+    uint16s,
+)
 
 from rpc_schema.adoption import AdoptRequests
 from rpc_schema.config import SpeculativeConfig
@@ -13,6 +21,7 @@ from rpc_schema.drafts import RowDrafts, TakeDraftTokenIds
 from rpc_schema.errors import BadFrameError, InvalidStepError, PrecededByError
 from rpc_schema.sampling import GrammarMasks
 from rpc_schema.step import NO_TOKEN
+from tests.support.text_checks import continued
 from worker_client.group.drafts import read_drafts
 from worker_client.requests import SamplingParams
 from worker_daemon.runner.model_runner import ModelRunner
@@ -395,6 +404,139 @@ def test_a_drafter_follows_steps_that_skip_its_drafts(model_root, llama, prompts
         assert found[0] == found[1]
     finally:
         worker.close()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_drafts_after_a_rest_are_those_of_the_whole_texts(looked_up, prompts, monkeypatch, seed):
+    """Rows rest for random times, beside others that begin, end, are preempted, fail, are adopted,
+    and have drafts of any origin. Drafts are those of plain Python, tokens those without drafts."""
+    rests = Rests(looked_up, prompts, np.random.default_rng([72, seed]))
+    for _ in range(90):
+        rests.step()
+        event = rests.rng.random()
+        if event < 0.06:
+            rests.preempt()
+        elif event < 0.14:
+            rests.replace()
+        elif event < 0.18:
+            rests.fail(monkeypatch)
+        elif event < 0.22:
+            rests.adopt()
+    assert rests.num_drafts > 20
+    assert rests.events == {"adopt", "fail", "preempt", "replace"}
+    rests.check_tokens()
+
+
+class Rests:
+    """Requests in random rows, whose drafts are compared wherever some are made."""
+
+    def __init__(self, worker, prompts, rng):
+        worker.on_attach()
+        self.worker, self.driver, self.rng = worker, WorkerDriver(worker), rng
+        self.bound, self.refused, self.num_drafts, self.events = set(), {}, 0, set()
+        self._prompts, self._fields = prompts, {}
+        self._rows, self._done, self._new = {}, [], []
+        for slot in range(4):
+            self._begin(slot, *self._draw())
+
+    def _draw(self):
+        few = SamplingParams(allowed_token_ids=(5, 60, 70), temperature=1.0, seed=9)
+        params = [GREEDY, NOISY, few, few][int(self.rng.integers(4))]
+        (head,) = self._prompts([int(self.rng.integers(2, 7))], seed=int(self.rng.integers(9999)))
+        return head * int(self.rng.integers(1, 3)), params, []
+
+    def _begin(self, slot, prompt, params, output):
+        self._rows[slot] = (prompt, params, output)
+        self._new.append((slot, prompt + output, params))
+
+    def _end(self, slot):
+        """Note that a row's request ends with the next step."""
+        self._fields["finished"] = [*self._fields.get("finished", ()), slot]
+        self.bound.discard(slot)
+        self.refused.pop(slot, None)
+        return self._rows.pop(slot)
+
+    def replace(self):
+        """End the longest request, and begin another in its row."""
+        slot = max(self._rows, key=lambda slot: len(self._rows[slot][2]))
+        self._done.append(self._end(slot))
+        self._begin(slot, *self._draw())
+        self.events.add("replace")
+
+    def preempt(self):
+        """Preempt a request, and resume it at once in another row."""
+        request = self._end(slot := int(self.rng.choice([*self._rows])))
+        self._begin(
+            int(self.rng.choice([s for s in range(7) if s not in self._rows and s != slot])),
+            *request,
+        )
+        self.events.add("preempt")
+
+    def fail(self, monkeypatch):
+        """Let a step with another request fail."""
+        self.step(settles=True)
+        (slot,) = [s for s in range(7) if s not in self._rows][:1]
+        stage = self.worker._model.stage
+        with monkeypatch.context() as patch:
+            patch.setattr(stage, "forward", lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                self.driver.execute({slot: 5}, [(slot, [1, 2, 3, 4, 5], GREEDY)])
+        self._fields["resync"] = {*self._rows}
+        self.events.add("fail")
+
+    def adopt(self):
+        """Let another driver adopt the rows."""
+        self.step(settles=True)
+        self.worker.on_attach(keep_requests=True)
+        self.worker.adopt_requests(AdoptRequests(**self.driver.ids()))
+        self._fields["resync"] = {*self._rows}
+        self.events.add("adopt")
+
+    def step(self, *, settles=False):
+        """Run a step of all new rows and some others, with or without drafts before and after.
+        settles: there are none before it, so that all counts are exact after it."""
+        new, self._new = self._new, []
+        fields, self._fields = self._fields, {}
+        scheduled = {slot: len(text) for slot, text, _ in new}
+        drafts = {}
+        for slot in self._rows:
+            if slot not in scheduled and (slot in self.bound or self.rng.random() < 0.8):
+                scheduled[slot] = 1
+                if not (new or settles or "resync" in fields) and self.rng.random() < 0.12:
+                    drafts[slot] = self.rng.integers(
+                        0, VOCAB, int(self.rng.integers(1, 5))
+                    ).tolist()
+        settled = self.bound - {*drafts}
+        pairs = [v for slot, count in sorted(self.refused.items()) for v in (slot, count)]
+        for slot, count in self.refused.items():
+            self.driver.computed[slot] -= count
+        skips = bool(self.rng.random() < 0.7)
+        found = self.driver.execute(
+            {slot: count + len(drafts.get(slot, ())) for slot, count in scheduled.items()},
+            new,
+            drafts=drafts,
+            corrections=int32s(pairs),
+            settled=bitmap(settled) if settled else b"",
+            skip_drafts=skips,
+            **fields,
+        )
+        self.bound, self.refused = {*drafts}, {}
+        for slot, newest in found.items():
+            own = [*newest.earlier, newest]
+            self._rows[slot][2].extend(each.token for each in own)
+            if len(own) <= len(drafts.get(slot, ())):
+                self.refused[slot] = 1 + len(drafts[slot]) - len(own)
+        for slot, own in zip(sorted(found), taken(self.driver).values(), strict=True):
+            prompt, _, output = self._rows[slot]
+            assert own == ([] if skips else continued(prompt + output, 4, 2, MOST))
+            self.num_drafts += any(own)
+
+    def check_tokens(self):
+        self.worker.on_attach()
+        alone = WorkerDriver(self.worker)
+        for prompt, params, output in [*self._done, *self._rows.values()]:
+            if output:
+                assert output == alone.generate(0, prompt, len(output), params)
 
 
 def test_without_a_drafter_there_are_no_drafts_to_read(brought, prompts):
