@@ -128,7 +128,7 @@ class SoleStage:
                 newest = rows.newest_of(rows.slots).long()
                 self._inputs.tables.last_sampled[newest] = rows.newest_of(sampled.token_ids)
             reply = self.replies.of_tokens(identity, rows, sampled, step.status)
-        if self._sampler.drafter is not None:
+        if self._sampler.drafter is not None and not step.skips_drafts:
             self._sampler.draft(step, sampled)
         return reply
 

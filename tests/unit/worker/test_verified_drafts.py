@@ -2,6 +2,8 @@
 in whole prompts and decodes, beside rows without drafts, greedy and random, from the message and
 from the device."""
 
+import sys
+
 import msgspec
 import numpy as np
 import pytest
@@ -425,6 +427,40 @@ def test_drafts_after_a_rest_are_those_of_the_whole_texts(looked_up, prompts, mo
     assert rests.num_drafts > 20
     assert rests.events == {"adopt", "fail", "preempt", "replace"}
     rests.check_tokens()
+
+
+def test_a_lookup_that_rests_makes_no_call(looked_up, model_root, llama, prompts):
+    """From a steady step's message to its reply, but for its program."""
+    without = Worker("cpu", [model_root], lambda phase, seconds, done=0.0: None)
+    WorkerDriver(without, scheduler=msgspec.structs.replace(SCHEDULER)).init_device()
+    WorkerDriver(without, scheduler=msgspec.structs.replace(SCHEDULER)).serve("llama")
+    head, calls = prompts([6], seed=73)[0], []
+    for worker in (without, looked_up):
+        worker.on_attach()
+        driver = WorkerDriver(worker)
+        driver.execute({1: 6}, [(1, head, GREEDY)], skip_drafts=True)
+        for _ in range(4):  # to be steady, with each of the staging buffers filled
+            driver.execute({1: 1}, skip_drafts=True)
+        message, arrays = driver.step({1: 1})
+        message = msgspec.structs.replace(message, skip_drafts=True)
+        made, is_running = [], []
+
+        def note(frame, event, argument, made=made, is_running=is_running):
+            name = frame.f_code.co_qualname, frame.f_code.co_filename.rpartition("/")[2]
+            if name == ("EagerProgram.run", "stage_program.py"):
+                is_running.append(name) if event == "call" else is_running.pop()
+            if event == "call" and "worker_daemon" in frame.f_code.co_filename and not is_running:
+                made.append(name)
+
+        sys.setprofile(note)
+        try:
+            reply = worker.execute_model(message, arrays)
+        finally:
+            sys.setprofile(None)
+        driver.read(reply)
+        calls.append(made)
+    without.close()
+    assert len(calls[0]) > 15 and calls[1] == calls[0]
 
 
 class Rests:
