@@ -77,6 +77,13 @@ _PASSIVE_WAITING: Final = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 that the driver and the step need."""
 _NUM_THREADS: Final = "OMP_NUM_THREADS"
 _KERNEL_CACHE: Final = "TRITON_CACHE_DIR"
+_LIBRARY_CACHES: Final = {
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash_attention",
+    "CUTE_DSL_CACHE_DIR": "cute_dsl",
+}
+"""Directories of the code that optional libraries compile, in ours: their own choice is a directory
+below /tmp that others may have made."""
+_KEEPS_COMPILED: Final = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 _MAX_FILE_BYTES: Final = 1 << 20
 DEFAULT_UPLOAD_MEMORY_BYTES: Final = 2 << 30
 
@@ -218,8 +225,8 @@ def prepare_flight_recorder(settings: ProcessSettings) -> None:
 
 
 def prepare_kernel_cache(settings: ProcessSettings) -> None:
-    """Set Triton's directory of compiled kernels, unless the environment does. Called before torch
-    is imported; does nothing for a daemon on the CPU.
+    """Set the directories of compiled kernels, Triton's and in it those of libraries, unless the
+    environment does. Called before torch is imported; does nothing for a daemon on the CPU.
 
     Raises:
         ConfigError: the directory cannot be used, or other users can change its files.
@@ -231,6 +238,11 @@ def prepare_kernel_cache(settings: ProcessSettings) -> None:
         claim_directory(Path(chosen).absolute(), "compiled kernels", _KERNEL_CACHE)
     else:
         os.environ[_KERNEL_CACHE] = str(kernel_cache(settings.state_dir, os.environ))
+    home = Path(os.environ[_KERNEL_CACHE]).absolute()
+    for variable, name in _LIBRARY_CACHES.items():
+        directory = os.environ.setdefault(variable, str(home / name))
+        claim_directory(Path(directory).absolute(), "compiled kernels", variable)
+    os.environ.setdefault(_KEEPS_COMPILED, "1")
 
 
 def prepared_kernel_cache() -> Path | None:

@@ -45,6 +45,7 @@ LATE_IMPORTS = {
     ("worker_daemon.device.cuda_pages", "cuda.bindings"): "for GPUs with sleep mode alone",
     ("worker_daemon.device.nvml", "pynvml"): "for GPUs alone",
     ("worker_daemon.models.tensorized", "tensorizer"): "an extra that few install",
+    ("worker_daemon.layers.prompt_providers", "flash_attn.cute"): "an extra that few install",
     ("worker_daemon.layers.encoder", "torch.nn.attention.varlen"): "for encoders on GPUs: compiler",
 }
 """(importer, imported): the reason for the late import."""

@@ -126,15 +126,22 @@ def test_state_directory_that_others_can_change_is_refused(directory, plant, wor
     assert not list(state.iterdir())
 
 
+@pytest.mark.parametrize(
+    "variable",
+    ["TRITON_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "CUTE_DSL_CACHE_DIR"],
+)
 @pytest.mark.parametrize(("plant", "words"), PLANTED)
-def test_kernel_cache_that_others_can_change_is_refused(directory, monkeypatch, plant, words):
+def test_kernel_cache_that_others_can_change_is_refused(
+    directory, monkeypatch, plant, words, variable
+):
     cache = directory / "a" / "kernels"
     if plant is not below_another_user_s:
         cache.parent.mkdir()
     plant(cache)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    monkeypatch.setattr(os, "environ", {"XDG_CACHE_HOME": str(directory / "ours")})
+    monkeypatch.setenv(variable, str(cache))
     on_a_gpu = build_settings({"endpoint": "ipc:///a/b", "device": "cuda:0"})
-    with pytest.raises(ConfigError, match=f"{words}.*TRITON_CACHE_DIR.*fix: "):
+    with pytest.raises(ConfigError, match=f"{words}.*{variable}.*fix: "):
         prepare_kernel_cache(on_a_gpu)
 
 

@@ -1,8 +1,9 @@
-"""Chooses a model's attention: the device's paged kernels, its unpaged ones for long prompts, and
-cuDNN for whole prompts if it passes a trial."""
+"""Chooses a model's attention: the device's paged kernels, its unpaged ones or a library's for long
+prompts, and cuDNN for whole prompts if it passes a trial."""
 
 import logging
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,13 +23,28 @@ from worker_daemon.layers.prompt_attention import (
     WholeAttention,
     cudnn_attention,
 )
+from worker_daemon.layers.prompt_providers import (
+    FlashAttention,
+    PromptCase,
+    PromptProvider,
+    ScoreKind,
+)
+from worker_daemon.layers.provider_choice import (
+    MAX_RELATIVE_ERROR,
+    ProviderChoice,
+    RandomChunk,
+    Stopwatch,
+    choose_provider,
+    device_seconds,
+)
+from worker_daemon.layers.provider_records import ProviderRecords
 from worker_daemon.layers.torch_attention import TorchPagedAttention
 from worker_daemon.layers.torch_ops import TorchOps
 
 MAX_HEAD_DIM = 256
 
-_MAX_RELATIVE_ERROR = 2e-2
-"""Bound on the relative error: bf16 causes a quarter of it, a wrong mask or scale much more."""
+PROVIDERS: tuple[PromptProvider, ...] = (FlashAttention(),)
+"""The libraries that are tried, if they are installed."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,13 +57,26 @@ class ChosenAttention:
     backend: AttentionBackend
     gathered: GatheredAttention | None = None
     """For long prompts; None if the backend computes them."""
+    long_chunks: str = ""
+    """For the status: what was measured of libraries; empty if none is installed."""
 
 
 def choose_attention(
-    paged: ChosenAttention, device: torch.device, heads: HeadSizes, dtype: torch.dtype
+    paged: ChosenAttention,
+    device: torch.device,
+    heads: HeadSizes,
+    dtype: torch.dtype,
+    kinds: Sequence[ScoreKind] = (),
+    records: ProviderRecords | None = None,
+    providers: Sequence[PromptProvider] = PROVIDERS,
+    stopwatch: Stopwatch = device_seconds,
 ) -> ChosenAttention:
-    """Return the device's attention: paged, and unpaged for long prompts, with cuDNN for whole ones
-    if it is correct for this rank's heads. Waits for the device. Call this on the step thread.
+    """Return the device's attention: paged, and unpaged for long prompts, by a library if one is
+    faster, with cuDNN for whole ones if it is correct for this rank's heads and faster than the
+    library. Waits for the device. Call this on the step thread.
+
+    kinds: those of the model's layers; libraries are used for no others. records: of earlier
+    choices; None keeps none.
 
     Raises:
         ConfigError: no implementation supports heads of this size.
@@ -63,10 +92,40 @@ def choose_attention(
         )
     if dtype not in (torch.bfloat16, torch.float16):
         return paged
-    if not is_accurate(cudnn_attention, paged.gathered, device, heads, dtype):
-        return ChosenAttention(paged.name, PromptAttention(paged.backend, paged.gathered))
-    backend = PromptAttention(paged.backend, paged.gathered, cudnn_attention)
-    return ChosenAttention(f"{paged.name}+cudnn", backend)
+    case = PromptCase(device, dtype, heads, _with_short_sequences(kinds))
+    records = ProviderRecords(None) if records is None else records
+    choice = choose_provider(paged.gathered, providers, case, records, stopwatch)
+    has_cudnn = is_accurate(cudnn_attention, paged.gathered, device, heads, dtype)
+    if has_cudnn and _ALL_KEYS in choice.provided:
+        has_cudnn = not _is_faster(choice, cudnn_attention, case, stopwatch)
+    names = (paged.name, choice.name, "cudnn" if has_cudnn else "")
+    whole = cudnn_attention if has_cudnn else None
+    backend = PromptAttention(paged.backend, choice.gathered, whole)
+    return ChosenAttention("+".join(filter(None, names)), backend, long_chunks=choice.report)
+
+
+_ALL_KEYS = ScoreKind(None, None, False)
+"""The only kind that cuDNN computes."""
+
+
+def _with_short_sequences(kinds: Sequence[ScoreKind]) -> tuple[ScoreKind, ...]:
+    """Return the distinct kinds, and those that layers with a window have for sequences that it
+    covers."""
+    return tuple(
+        dict.fromkeys(each for kind in kinds for each in (kind, kind._replace(window=None)))
+    )
+
+
+@torch.inference_mode()
+def _is_faster(
+    choice: ProviderChoice, whole: WholeAttention, case: PromptCase, stopwatch: Stopwatch
+) -> bool:
+    """Return True if a library computes a whole prompt, of the length of a plan, faster."""
+    chunk = RandomChunk(case, _ALL_KEYS, PLAN_TOKENS[-2], PLAN_TOKENS[-2])
+    q, context, layer, _ = chunk.arguments
+    queries, keys, values = (rows.transpose(0, 1).unsqueeze(0) for rows in (q, *context))
+    theirs = stopwatch(lambda: choice.gathered.attend(*chunk.arguments))
+    return theirs < stopwatch(lambda: whole(queries, keys, values, layer.scale))
 
 
 @torch.inference_mode()
@@ -99,7 +158,7 @@ def is_accurate(
     except RuntimeError as failure:
         _LOG.warning("whole prompts use our own kernels: %s", failure)
         return False
-    if relative_error < _MAX_RELATIVE_ERROR:
+    if relative_error < MAX_RELATIVE_ERROR:
         return True
     _LOG.warning("whole prompts use our own kernels: relative error %.2g", relative_error)
     return False

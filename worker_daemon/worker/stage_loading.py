@@ -12,8 +12,10 @@ from rpc_schema.config import ModelConfig, ParallelConfig
 from worker_daemon.backend import Backend
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import TensorParallel
-from worker_daemon.layers.attention import HeadSizes, NullAttention
+from worker_daemon.layers.attention import AttentionSpec, HeadSizes, NullAttention
 from worker_daemon.layers.attention_choice import ChosenAttention, choose_attention
+from worker_daemon.layers.prompt_providers import ScoreKind
+from worker_daemon.layers.provider_records import ProviderRecords
 from worker_daemon.models.decoder import DecoderStage, checkpoint_names
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.int4_order import load_orders, reset_orders
@@ -28,6 +30,7 @@ from worker_daemon.models.weights import (
     load_weights,
 )
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
+from worker_daemon.settings import prepared_kernel_cache
 from worker_daemon.worker.resolve import ResolvedModel, resolve_config, resolve_model
 
 _LOG = logging.getLogger(__name__)
@@ -83,7 +86,13 @@ def choose_stage_attention(
     heads = HeadSizes(
         model.num_attention_heads // tp_size, model.local_kv_heads(tp_size), model.head_dim
     )
-    return choose_attention(place.backend.attention, place.device, heads, dtype)
+    kinds = [
+        ScoreKind(mixer.sliding_window, mixer.logit_softcap, mixer.has_sinks)
+        for mixer in decoder.mixers
+        if isinstance(mixer, AttentionSpec)
+    ]
+    records = ProviderRecords(prepared_kernel_cache())
+    return choose_attention(place.backend.attention, place.device, heads, dtype, kinds, records)
 
 
 def fill_stage(

@@ -821,8 +821,10 @@ class Worker:
             return {}
         place = self._device.opened.place
         threads = {"threads": str(torch.get_num_threads())} if place.device.type == "cpu" else {}
+        measured = model.attention.long_chunks
         return {
             "attention": model.attention.name,
+            **({"long_chunks": measured} if measured else {}),
             "layers": model.stage.ops_name,
             "all_reduce": place.tp.all_reduce_name,
             "graphs": str(serving.num_graphs if serving else 0),

@@ -84,6 +84,23 @@ def test_environment_is_set_for_a_device_and_left_where_it_was_set(
     assert os.environ[CACHE] == str(tmp_path / "state" / "kernels")
 
 
+def test_libraries_keep_what_they_compile_in_the_same_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where they would, below /tmp."""
+    given = {"XDG_CACHE_HOME": str(tmp_path), "CUTE_DSL_CACHE_DIR": str(tmp_path / "given")}
+    monkeypatch.setattr(os, "environ", dict(given))
+    prepare_kernel_cache(settings("cpu"))
+    assert os.environ == given
+    prepare_kernel_cache(settings("cuda:0"))
+    kept = tmp_path / "worker-daemon" / "kernels" / "flash_attention"
+    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(kept)
+    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
+    assert os.environ["CUTE_DSL_CACHE_DIR"] == str(tmp_path / "given")
+    assert kept.stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "given").is_dir()
+
+
 @pytest.mark.parametrize(
     ("module", "suspects"),
     [
