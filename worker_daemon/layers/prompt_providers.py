@@ -7,10 +7,11 @@ at load (provider_choice.py): a step never calls one for scores that it has not 
 Letters: L query tokens, R gathered positions, Hq and Hkv query and KV heads, D head_dim.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +27,11 @@ from worker_daemon.layers.attention import HeadSizes
 AttendGathered = Callable[[Tensor, Tensor, AttentionLayer, int | None], Tensor]
 """(q [L, Hq, D], context [2, R, Hkv, D], layer, window) -> [L, Hq, D]: GatheredAttention.attend
 without a log-sum-exp."""
+
+
+LEAST_OPERATIONS: Final = 1e11
+"""Operations of a chunk that a library computes: ours takes about 0.2 ms for as many on an H200,
+and a library's launch as much of the host, two times what ours does."""
 
 
 class ScoreKind(NamedTuple):
@@ -123,7 +129,10 @@ class FlashAttention:
 
     def open(self) -> AttendGathered:
         """See PromptProvider."""
-        from flash_attn.cute import flash_attn_func
+        with warnings.catch_warnings():
+            # It uses names of its own compiler that are to be removed.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            from flash_attn.cute import flash_attn_func
 
         pack_gqa = self._pack_gqa
 
@@ -150,7 +159,7 @@ class FlashAttention:
 class ProvidedGathered:
     """GatheredAttention that gathers with ours, and attends with libraries where these were chosen.
 
-    Chunks of other kinds, and those whose log-sum-exp is asked for, are ours.
+    Chunks of other kinds, those whose log-sum-exp is asked for, and small ones are ours.
     """
 
     def __init__(
@@ -180,6 +189,15 @@ class ProvidedGathered:
     ) -> Tensor:
         """See GatheredAttention."""
         provided = self._provided.get(ScoreKind.of(layer, window)) if lse is None else None
-        if provided is None:
+        if provided is None or _num_operations(q, context, window) < LEAST_OPERATIONS:
             return self._ours.attend(q, context, layer, window, lse)
         return provided(q, context, layer, window)
+
+
+def _num_operations(q: Tensor, context: Tensor, window: int | None) -> float:
+    """Return the operations of both products: two for each visible pair, head and dimension."""
+    num_queries, num_keys = q.shape[0], context.shape[1]
+    keys_seen = num_keys - num_queries / 2  # in the mean
+    if window is not None:
+        keys_seen = min(keys_seen, window)
+    return 4.0 * keys_seen * q.numel()

@@ -93,6 +93,7 @@ class Times:
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker_daemon.layers.provider_choice.CHECKED", (111, 250))
     monkeypatch.setattr("worker_daemon.layers.provider_choice.TIMED", (128, 256))
+    monkeypatch.setattr("worker_daemon.layers.prompt_providers.LEAST_OPERATIONS", 0.0)
 
 
 def choose(
@@ -126,6 +127,22 @@ def attend(choice: ProviderChoice, kind: ScoreKind, *, with_lse: bool = False) -
     torch.testing.assert_close(out, TorchGathered().attend(q, context, layer, kind.window))
     assert lse is None or lse.isfinite().all()
     return out
+
+
+@pytest.mark.parametrize(("window", "per_pair"), [(None, 80.0), (7, 7.0)])
+def test_small_chunks_are_ours(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, per_pair: float
+) -> None:
+    """40 queries of 2 heads of 8 see 80 keys each in the mean, of the 100 that there are."""
+    kind, library = ScoreKind(window, None, False), Library()
+    choice, ours, _ = choose(library, case=case_of(kind))
+    operations = 4 * 40 * 2 * 8 * per_pair
+    for least, computed in ((operations, [kind]), (operations + 1, [])):
+        monkeypatch.setattr("worker_daemon.layers.prompt_providers.LEAST_OPERATIONS", least)
+        library.computed.clear()
+        attend(choice, kind)
+        assert library.computed == computed
+    assert len(ours.attended) == 1
 
 
 def test_a_faster_library_computes_every_kind_that_was_tried() -> None:
