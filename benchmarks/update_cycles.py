@@ -1,15 +1,16 @@
 """Repeats what a rollout does, sleep, wake_up, new weights and a few tokens: `python -m
-benchmarks.update_cycles --model DIR [--cycles 1000] [--device cuda:0] [--out FILE.json]`.
+benchmarks.update_cycles --model DIR [--cycles 1000] [--seconds S] [--device cuda:0] [--out FILE]`.
 
 A daemon on the first GPU holds dummy weights of the shapes in config.json, in bfloat16; this
 process is driver and trainer, with two sets of weights on the same GPU (ipc; on a CPU gloo), which
 it sends in turn. Sleep is of level 1 and 2 in turn. Tokens must be those that the same weights gave
-in the first cycles. Memory is the whole device's, and the resident sets of both processes, from the
-end of the tenth cycle on.
+in the first cycles. No cycle begins after S seconds. Memory is the whole device's, and the resident
+sets of both processes, from the end of the tenth cycle on.
 """
 
 import argparse
 import json
+import math
 import statistics
 import time
 from pathlib import Path
@@ -77,7 +78,7 @@ def measure(local: LocalGroup, options: argparse.Namespace) -> dict[str, object]
             enable_sleep_mode=True,
         ),
         scheduler=SchedulerConfig(max_num_seqs=64),
-        cache=CacheConfig(gpu_memory_utilization=0.4),
+        cache=CacheConfig(gpu_memory_utilization=0.2),
     )
     loaded = group.prepare(config)
     scheduler = Scheduler(scheduler_limits(loaded, config))
@@ -100,8 +101,11 @@ def measure(local: LocalGroup, options: argparse.Namespace) -> dict[str, object]
     seconds, samples = [], []
     engine: SendBackend = "ipc" if trainer.type == "cuda" else "gloo"
     with WeightSender(group, engine, device=trainer, timeout_s=120) as sender:
+        ends_s = time.monotonic() + options.seconds
         for number in range(options.cycles):
             began = time.monotonic()
+            if began > ends_s:
+                break
             group.memory.sleep(1 if number // 2 % 2 else 2)
             scheduler.forget_prefixes()
             group.memory.wake_up()
@@ -113,10 +117,12 @@ def measure(local: LocalGroup, options: argparse.Namespace) -> dict[str, object]
             assert tokens == expected[number % 2], f"cycle {number} gave other tokens"
             if number + 1 >= NUM_FIRST:
                 samples.append(memory())
+            if number % 100 == 99:
+                print(f"{number + 1} cycles, {samples[-1]}", flush=True)
     assert expected[0] != expected[1]
     first, last = samples[0], samples[-1]
     return {
-        "cycles": options.cycles,
+        "cycles": len(seconds),
         "median_s": statistics.median(seconds),
         "after_tenth_mib": first._asdict(),
         "at_the_end_mib": last._asdict(),
@@ -130,6 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--cycles", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
