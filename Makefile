@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+WORKER_STAMP := $(VENV)/.installed-worker
 # vLLM pins its own versions of torch and transformers: it has an environment of its own, and runs beside the daemons of .venv.
 VLLM_VENV ?= build/vllm-venv
 VLLM_STAMP := build/vllm-venv/.installed
@@ -22,18 +23,24 @@ help:            ## list the targets
 
 setup: $(STAMP)  ## make .venv with pinned dependencies
 
-$(STAMP): pyproject.toml constraints.txt
+$(WORKER_STAMP): pyproject.toml constraints.txt
 	@echo "making $(VENV): torch and the rest are downloaded and installed, once; this takes minutes and prints nothing"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools wheel
 	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[worker]'
+	touch $(WORKER_STAMP)
+
+$(STAMP): $(WORKER_STAMP)
+	@echo "adding the test tools to $(VENV), once"
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
 	touch $(STAMP)
 
 setup-vllm: $(VLLM_STAMP)  ## make build/vllm-venv: vLLM without a device, for `worker-client up-vllm` and make test-vllm
 
-run: $(STAMP)    ## make a small checkpoint, start two daemons, generate, stop
-	$(BIN)/python -m benchmarks.demo
+run: $(WORKER_STAMP)  ## make a small checkpoint, generate on two daemons, kill a driver and a daemon, compare the tokens
+	$(BIN)/python -m worker_client.cli.demo_model build/demo-model
+	$(BIN)/worker-client demo --model build/demo-model
 
 test: $(STAMP)   ## run the tests that need no GPU: make test ARGS="--cpu-report build/cpu.json"
 	$(PYTEST) tests --ignore tests/gpu --ignore tests/multi_gpu --ignore tests/vllm --ignore tests/clients $(SPREAD) $(ARGS)

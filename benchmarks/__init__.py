@@ -1,1 +1,1 @@
-"""The programs of `make bench` and `make run`. Nothing in the packages depends on them."""
+"""The programs of `make bench`. Nothing in the packages depends on them."""

@@ -12,7 +12,7 @@ steps, to the result with its first token. ITL is the time between the results w
 tokens of a request; percentiles are over all of them. Both include client and wire. On a CPU, at a
 small size:
 
-    python -m benchmarks.demo_model build/demo-model
+    python -m worker_client.cli.demo_model build/demo-model
     python -m benchmarks.poisson --model build/demo-model --device cpu --rate 2 --seconds 10 \\
         --tokens-in 400 --tokens-out 30 --max-itl-ms 40
 """

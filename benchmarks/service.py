@@ -11,7 +11,7 @@ TTFT runs from a request's arrival to its first token, over HTTP to the first ev
 between two tokens, over HTTP between two events; it is taken in the open loop. The client is this
 process, the server another one. On a CPU, with a small model:
 
-    python -m benchmarks.demo_model build/demo-model
+    python -m worker_client.cli.demo_model build/demo-model
     python -m benchmarks.service --model build/demo-model --device cpu --rate 4 --seconds 5 \\
         --concurrency 8 --num-closed 32 --tokens-in 50 --tokens-out 20
 """

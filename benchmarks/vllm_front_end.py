@@ -17,7 +17,7 @@ Run it with the daemons' interpreter. PROGRAM is `vllm` of an environment with t
 extra. A model without a tokenizer gets one in which words of up to four letters are tokens. On a
 CPU, with a small model:
 
-    python -m benchmarks.demo_model build/demo-model
+    python -m worker_client.cli.demo_model build/demo-model
     python -m benchmarks.vllm_front_end --model build/demo-model --vllm build/vllm/bin/vllm \\
         --device cpu --rate 4 --num-open 20 --concurrency 4 --num-closed 8 --tokens-in 50 \\
         --tokens-out 20

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+
+from worker_daemon.models.tensor_bytes import write_safetensors
 
 TARGETS = ("q_proj", "v_proj")
 
@@ -37,7 +38,8 @@ def write_adapter(model: Path, directory: Path, *, rank: int, seed: int) -> None
     }
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "adapter_config.json").write_text(json.dumps(fields, indent=2) + "\n")
-    save_file(tensors, directory / "adapter_model.safetensors")
+    with (directory / "adapter_model.safetensors").open("wb") as file:
+        write_safetensors(file, tensors)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from rpc_schema.version import version_line
 from worker_client.cli.command_errors import exit_with
 from worker_client.cli.config import config
 from worker_client.cli.control import drain, shutdown, status
+from worker_client.cli.demo import demo
 from worker_client.cli.embed import embed
 from worker_client.cli.lora import lora
 from worker_client.cli.output_file import print_text
@@ -33,6 +34,7 @@ for command, summary in (
     (bench, "Generate, and measure it."),
     (embed, "Embed or classify prompts, or the requests of a file."),
     (serve, "Serve OpenAI's API over HTTP."),
+    (demo, "Kill a driver and a daemon, and compare the tokens."),
     (status, "Show what each daemon is and does."),
     (top, "Watch the daemons' activity, refreshed every second."),
     (trace, "Trace a running group, for Perfetto."),

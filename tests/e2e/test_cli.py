@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -11,14 +10,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-import typer
 from msgspec import Struct, structs
 from tokenizers import Tokenizer
 
 from benchmarks.compare_tokens import GREEDY, generate
-from benchmarks.demo import NEXT
-from benchmarks.demo import PROMPTS as DEMO_PROMPTS
-from benchmarks.demo_model import SENTENCES, make_demo_model
 from tests.support.checkpoints import Checkpoint
 from tests.support.command_line import (
     processes_of,
@@ -31,7 +26,8 @@ from tests.support.command_line import (
 from tests.support.forked_daemons import ForkedDaemons
 from tests.support.forked_processes import ForkedPopen
 from tests.support.waiting import PATIENCE_S
-from worker_client.__main__ import app
+from worker_client.cli.demo import PROMPTS as DEMO_PROMPTS
+from worker_client.cli.demo_model import SENTENCES, make_demo_model
 from worker_client.errors import ConfigMismatchError
 from worker_client.worker_group import WorkerGroup
 
@@ -146,17 +142,6 @@ def test_runs_whose_tokens_are_compared_begin_with_nothing_cached(demo, model_ro
         ]
     assert runs[0] == runs[1]
     assert runs[0] != runs[2]
-
-
-def test_commands_that_make_run_names_can_be_typed():
-    lines = [shlex.split(line) for line in NEXT.splitlines() if line.startswith(".venv/bin/")]
-    assert lines
-    for program, name, *words in lines:
-        assert program.endswith("/worker-client")
-        command = typer.main.get_command(app).commands[name]
-        known = {option for parameter in command.params for option in parameter.opts}
-        assert known.issuperset(word for word in words if word.startswith("--"))
-    assert max(map(len, NEXT.splitlines())) < 80
 
 
 def test_generate_keeps_the_order_of_a_file_and_survives_wrong_lines(

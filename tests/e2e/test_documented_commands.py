@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks.demo_model import make_demo_model
 from examples import lora_adapter
 from rpc_schema.config import LoraConfig
 from tests.support.documented import ROOT, commands, examples
 from tests.support.serving import connect, worker_config
 from worker_client.__main__ import main as worker_client_main
 from worker_client.cli import session
+from worker_client.cli.demo_model import make_demo_model
 from worker_client.driver import Driver
 from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest

@@ -3,6 +3,8 @@ application's directory with its own client.py."""
 
 import importlib.util
 import json
+import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,6 +16,7 @@ from tests.support.command_line import short_directory, wait_for_daemons
 from tests.support.installed import Installed, clean_environment
 from tests.support.waiting import PATIENCE_S
 from tests.support.wheel import build_wheel
+from worker_client.cli.demo_model import SENTENCES
 from worker_host.exit_codes import ExitCode
 
 pytestmark = pytest.mark.skipif(
@@ -174,3 +177,30 @@ def test_a_driver_without_torch_drives_an_installed_daemon(
             assert daemon.wait(PATIENCE_S) == ExitCode.OK
         finally:
             daemon.kill()
+
+
+def test_demo_of_the_wheel_shows_the_same_tokens_after_each_kill(daemon_side, application):
+    """With a model that it makes itself, without what only tests have installed."""
+    words = ("--device", "cpu", "--num-requests", 18, "--max-tokens", 20)
+    done = daemon_side.run(application, "worker-client", "demo", *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    shown, commands = lines[: (end := lines.index("what to try next"))], lines[end + 1 :]
+    assert max(map(len, shown)) <= 79 and "\x1b" not in done.stdout
+    assert shown.count("the same tokens in each run") == 1
+    digests = re.findall(r"360 of 18 requests, SHA-256 (\w{12})", done.stdout)
+    assert len(digests) == 3 and len(set(digests)) == 1
+    for sentence in SENTENCES.splitlines()[:2]:
+        assert any(line.startswith(f"  {sentence[:40]}") for line in shown)
+    for victim in ("driver", "rank 1"):
+        (later,) = re.findall(
+            rf"^{victim} killed at .* s, next token (.*) s later$", done.stdout, re.M
+        )
+        assert float(later) > 0 and any(f"{later}  {victim}: " in line for line in shown)
+    kept = re.search(r"adopted (\d+) .*; (\d+) had waited", done.stdout)
+    assert 0 < int(kept[1]) <= 16 and int(kept[1]) + int(kept[2]) <= 18
+    for command in commands[1:]:
+        program, name, *options = shlex.split(command)
+        assert Path(program).name == "worker-client"
+        help_ = daemon_side.run(application, "worker-client", name, "--help").stdout
+        assert all(option in help_ for option in options if option.startswith("--"))

@@ -10,7 +10,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.demo_model import make_demo_model
 from benchmarks.timeline import LEGEND, timeline
 from rpc_schema.config import ParallelConfig
 from rpc_schema.errors import (
@@ -20,6 +19,7 @@ from rpc_schema.errors import (
 from tests.support.command_line import run_client, short_directory, status_of
 from tests.support.forked_daemons import ForkedDaemons
 from tests.support.serving import LONG_LEASE, connect, generate, greedy_request, worker_config
+from worker_client.cli.demo_model import make_demo_model
 from worker_client.worker_group import WorkerGroup
 
 NAMES = [f"-pp{stage}-tp0-rank{stage}.json.gz" for stage in range(2)]

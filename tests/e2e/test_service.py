@@ -22,7 +22,6 @@ import numpy as np
 import psutil
 import pytest
 
-from benchmarks.demo_model import SENTENCES, make_demo_model
 from examples import embedded_driver
 from examples.lora_adapter import write_adapter
 from rpc_schema.config import ParallelConfig
@@ -36,6 +35,7 @@ from tests.support.command_line import (
 )
 from tests.support.stopping import stop_process
 from tests.support.waiting import PATIENCE_S, wait_until
+from worker_client.cli.demo_model import SENTENCES, make_demo_model
 from worker_client.inputs.tokenizer import load_tokenizer
 from worker_client.worker_group import WorkerGroup
 

@@ -11,10 +11,10 @@ import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.demo_model import make_demo_model
 from rpc_schema.config import SpeculativeConfig
 from tests.support.serving import worker_config
 from tests.support.waiting import PATIENCE_S
+from worker_client.cli.demo_model import make_demo_model
 from worker_client.scheduler.drafting.payoffs import DraftingChange
 from worker_client.service.access import KeyCheck
 from worker_client.service.admission import Admission

@@ -20,7 +20,6 @@ from types import MappingProxyType
 import httpx2
 import numpy as np
 
-from benchmarks.demo_model import SENTENCES, VOCAB_SIZE, make_demo_model
 from rpc_schema.lora_request import LoraRequest
 from rpc_schema.pooling import PoolingParams
 from rpc_schema.prompt_embeds import EmbeddedRange, PromptEmbeds
@@ -28,6 +27,7 @@ from rpc_schema.sampling import LogprobsWanted, RandomSampling, StopTokens
 from rpc_schema.structured import StructuredOutput
 from tests.support.forked_daemons import ForkedDaemons
 from tests.support.serving import worker_config
+from worker_client.cli.demo_model import SENTENCES, VOCAB_SIZE, make_demo_model
 from worker_client.driver import Driver
 from worker_client.driver_parts.request_uploads import RequestUploads, UploadsPart
 from worker_client.errors import RequestError

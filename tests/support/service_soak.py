@@ -24,8 +24,8 @@ from typing import Any, TypeAlias
 import httpx2
 import psutil
 
-from benchmarks.demo_model import SENTENCES, make_demo_model
 from tests.support.command_line import environment
+from worker_client.cli.demo_model import SENTENCES, make_demo_model
 
 PATH = "/v1/completions"
 NUM_CLIENTS = 12

@@ -25,9 +25,9 @@ os.environ |= {
 
 import pytest
 
-from benchmarks.demo_model import make_demo_model
 from tests.support.checkpoints import Checkpoint, make_checkpoint
 from tests.support.serving import connect, worker_config
+from worker_client.cli.demo_model import make_demo_model
 from worker_client.launcher import LocalDaemons
 
 NUM_DAEMONS = 2

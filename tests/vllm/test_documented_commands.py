@@ -102,7 +102,8 @@ class Shell:
 
     def _words(self, line: str) -> list[str]:
         # make would take the environments for out of date in a fresh checkout
-        line = line.replace("make ", "make -o .venv/.installed -o build/vllm-venv/.installed ")
+        made = (".venv/.installed-worker", ".venv/.installed", "build/vllm-venv/.installed")
+        line = line.replace("make ", " ".join(["make", *(f"-o {file}" for file in made), ""]))
         line = line.replace("8000", str(self.port))
         return ["bash", "-ec", "\n".join([*self.entered, line])]
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.demo_model import VOCAB_SIZE, make_demo_model
 from tests.support.command_line import ask_status, run_client, short_directory, status_of
 from tests.support.supervised import Supervised
 from tests.support.waiting import wait_until
 from tests.vllm.serving import DAEMON_PYTHON, start_server
+from worker_client.cli.demo_model import VOCAB_SIZE, make_demo_model
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 

@@ -19,13 +19,13 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from benchmarks.demo_model import VOCAB_SIZE
 from tests.support.command_line import short_directory, status_of
 from tests.support.embedded_prompts import clear_tokens, random_prompts, random_rows
 from tests.support.supervised import Supervised
 from tests.support.waiting import wait_until
 from tests.vllm.conftest import BLOCK_SIZE as KV_BLOCK_SIZE
 from tests.vllm.serving import CHAT_TEMPLATE, DAEMON_PYTHON, MODEL_NAME, SMALL, start_server
+from worker_client.cli.demo_model import VOCAB_SIZE
 from worker_client.vllm.embedded_prompts import salt_request
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]

@@ -16,7 +16,6 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from benchmarks.demo_model import VOCAB_SIZE
 from tests.support.checkpoints import Checkpoint
 from tests.support.command_line import status_of
 from tests.vllm.models import merged, write_adapter
@@ -30,6 +29,7 @@ from tests.vllm.serving import (
     start_server,
     vllm_environment,
 )
+from worker_client.cli.demo_model import VOCAB_SIZE
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 

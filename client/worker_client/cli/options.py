@@ -4,6 +4,7 @@ then environment (WORKER_CLIENT_*), then the TOML file of --config."""
 import copy
 import functools
 import inspect
+import os
 import tomllib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -56,6 +57,25 @@ def default_device() -> Device:
     """Return cuda if there is an NVIDIA device node."""
     found = any(Path("/dev").glob("nvidia[0-9]*"))
     return Device.CUDA if found else Device.CPU
+
+
+def _num_gpus() -> int:
+    """Return the number of GPUs that processes of ours can use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return len(list(Path("/dev").glob("nvidia[0-9]*")))
+    names = [name.strip() for name in visible.split(",")]
+    wrong = [place for place, name in enumerate(names) if name in ("", "-1")]
+    return wrong[0] if wrong else len(names)
+
+
+def cuda_devices() -> list[str]:
+    """Return the GPUs that daemons can be started on. Raises ClientConfigError: there is none."""
+    found = _num_gpus()
+    if not found:
+        fix = "give --device cpu, or make the GPU visible (CUDA_VISIBLE_DEVICES, /dev/nvidia0)"
+        raise config_error("device", Device.CUDA.value, "there is no GPU", fix)
+    return [f"cuda:{index}" for index in range(found)]
 
 
 def read_config_file(context: typer.Context, path: Path | None) -> Path | None:

@@ -2,14 +2,19 @@
 own."""
 
 import functools
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
-from worker_client.cli.options import Device, RunOptions, default_device, takes_run_options
+from worker_client.cli.options import (
+    Device,
+    RunOptions,
+    cuda_devices,
+    default_device,
+    takes_run_options,
+)
 from worker_client.errors import config_error
 from worker_client.service.generation_defaults import SOURCES, sampling_defaults
 from worker_client.service.key_files import read_keys_of
@@ -53,21 +58,7 @@ def _devices(device: Device, gpus: str | None) -> list[str]:
             fix = "give their indices, each once, as in 0,1"
             raise config_error("gpus", gpus, "these are no GPUs", fix)
         return [f"cuda:{name}" for name in names]
-    found = _num_gpus()
-    if not found:
-        fix = "give --device cpu, or make the GPU visible (CUDA_VISIBLE_DEVICES, /dev/nvidia0)"
-        raise config_error("device", device.value, "there is no GPU", fix)
-    return [f"cuda:{index}" for index in range(found)]
-
-
-def _num_gpus() -> int:
-    """Return the number of GPUs that processes of ours can use."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return len(list(Path("/dev").glob("nvidia[0-9]*")))
-    names = [name.strip() for name in visible.split(",")]
-    wrong = [place for place, name in enumerate(names) if name in ("", "-1")]
-    return wrong[0] if wrong else len(names)
+    return cuda_devices()
 
 
 def _choose_size(values: dict[str, Any]) -> None:

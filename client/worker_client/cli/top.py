@@ -16,7 +16,6 @@ import typer
 import zmq
 from rich.console import Console
 from rich.live import Live
-from rich.text import Text
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import EventMessage
@@ -24,7 +23,8 @@ from rpc_schema.errors import WorkerDaemonError
 from worker_client.cli.control import Endpoints
 from worker_client.cli.options import KeyFile, KnownDaemons, Wait
 from worker_client.cli.output_file import print_text
-from worker_client.cli.top_frame import Line, Sample, Seen, frame
+from worker_client.cli.terminal_lines import as_text
+from worker_client.cli.top_frame import Sample, Seen, frame
 from worker_client.errors import AuthenticationError, DeadlineExceeded, NothingListens
 from worker_client.wire.endpoint import Endpoint, named_daemons, new_driver_id, parse_endpoint
 from worker_client.wire.keys import Keys, read_keys
@@ -186,16 +186,9 @@ def _show(feeds: Sequence[Feed]) -> None:
             _check(feeds)
             width, height = console.size
             lines = frame([feed.seen for feed in feeds], time.monotonic(), width, height)
-            live.update(_text(lines), refresh=True)
+            live.update(as_text(lines), refresh=True)
             if _quits(keys, INTERVAL_S / 2):
                 return
-
-
-def _text(lines: Sequence[Line]) -> Text:
-    text = Text(no_wrap=True, overflow="crop")
-    for index, line in enumerate(lines):
-        text.append(("\n" if index else "") + line.text, line.style)
-    return text
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple, TypeVar
 from rpc_schema.kv_cache import NUM_NULL_BLOCKS
 from rpc_schema.lease import LeaseStatus
 from rpc_schema.lifecycle import GpuLoad, Status
+from worker_client.cli.terminal_lines import Line
 from worker_host.plain_text import printable
 
 Value = TypeVar("Value", int, float)
@@ -42,13 +43,6 @@ class Seen(NamedTuple):
     event_at: float = 0.0
     error: str = ""
     """Error of the last request; empty: it was answered."""
-
-
-class Line(NamedTuple):
-    """A line of text. style: of rich."""
-
-    text: str
-    style: str = ""
 
 
 class Rates(NamedTuple):

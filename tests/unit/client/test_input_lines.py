@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from benchmarks.demo_model import make_demo_model
 from rpc_schema.sampling import MAX_STOP_TOKEN_IDS
 from tests.unit.client.conftest import options
+from worker_client.cli.demo_model import make_demo_model
 from worker_client.cli.run import _print_texts
 from worker_client.errors import RequestError
 from worker_client.inputs.request_checks import validated

@@ -6,10 +6,10 @@ import random
 import numpy as np
 import pytest
 
-from benchmarks.demo_model import make_demo_model
 from tests.support.fake_daemon import reference_tokens
 from tests.support.flat_requests import flat_request
 from tests.unit.client.conftest import worker_config
+from worker_client.cli.demo_model import make_demo_model
 from worker_client.cli.session import read_inputs
 from worker_client.driver import Driver
 from worker_client.errors import RequestError

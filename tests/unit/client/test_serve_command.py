@@ -8,9 +8,9 @@ from typing import ClassVar
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.demo_model import make_demo_model
 from worker_client.__main__ import app
 from worker_client.cli import serve as command
+from worker_client.cli.demo_model import make_demo_model
 from worker_client.errors import ClientConfigError, LaunchError, WorkerDied
 from worker_client.service import server
 from worker_client.service.engine import Engine

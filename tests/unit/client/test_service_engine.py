@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from benchmarks.demo_model import make_demo_model
 from rpc_schema.config import ModelConfig, ParallelConfig, WorkerConfig
 from worker_client.async_driver import RequestProgress
+from worker_client.cli.demo_model import make_demo_model
 from worker_client.errors import ClientConfigError, RequestError, request_error
 from worker_client.requests import (
     GenerationRequest,

@@ -1,5 +1,5 @@
-"""Makes a small checkpoint in Hugging Face format: deterministic, in seconds, without downloading
-or training anything.
+"""Makes a small checkpoint in Hugging Face format: deterministic, in seconds, without network,
+training or torch. `python -m worker_client.cli.demo_model DIR` makes it alone.
 
 The weights are constructed, not trained, and contain only the sentences below. In the first layer,
 attention copies the token before the newest one, only by the rotary embedding. Each MLP unit stands
@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-import torch
-from safetensors.torch import save_file
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SENTENCES = """\
@@ -44,7 +44,7 @@ MAX_POSITIONS = 1024
 EOS_TOKEN_ID = 0
 ROPE_THETA = 10_000.0
 SHARPNESS = 96.0
-"""How far the attention score of the previous token is above its neighbors'."""
+"""Distance of the attention score of the previous token above its neighbors'."""
 ACTIVATION = 16.0
 """Activation of an MLP unit that is on."""
 VOTE_LENGTH = 3.0
@@ -54,6 +54,7 @@ VOTE = 20.0
 
 Pair: TypeAlias = tuple[int, int]
 """Two tokens: the previous one and the newest."""
+Matrix: TypeAlias = NDArray[np.float32]
 
 
 def make_demo_model(directory: Path) -> None:
@@ -63,7 +64,23 @@ def make_demo_model(directory: Path) -> None:
     tokenizer = _train_tokenizer()
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "config.json").write_text(json.dumps(_config(), indent=2) + "\n")
-    save_file(_weights(tokenizer), directory / "model.safetensors", metadata={"format": "pt"})
+    _write_safetensors(directory / "model.safetensors", _weights(tokenizer))
+
+
+def _write_safetensors(path: Path, tensors: Mapping[str, Matrix]) -> None:
+    """Write float32 tensors in the format of safetensors: the length of a JSON header, the header,
+    padded to 8 bytes, and the contents one after the other."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": (begin, end)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.write(tensor.astype("<f4").tobytes())
 
 
 def _train_tokenizer() -> Tokenizer:
@@ -106,7 +123,7 @@ def _config() -> dict[str, object]:
 class Followers(NamedTuple):
     """The successors of each word in the sentences, with their counts."""
 
-    singles: torch.Tensor
+    singles: Matrix
     """float32 [VOCAB_SIZE, VOCAB_SIZE]: after a token; a little more than 0 everywhere."""
     pairs: Mapping[Pair, Counter[int]]
     """After a token, and the one before it."""
@@ -115,42 +132,42 @@ class Followers(NamedTuple):
 class Codes(NamedTuple):
     """The components of the residual stream: unit vectors, nearly orthogonal to each other."""
 
-    tokens: torch.Tensor
+    tokens: Matrix
     """float32 [VOCAB_SIZE, HIDDEN_SIZE]: the newest token."""
-    constant: torch.Tensor
+    constant: Matrix
     """float32 [HIDDEN_SIZE]: the same for every token."""
-    before: torch.Tensor
+    before: Matrix
     """float32 [VOCAB_SIZE, HIDDEN_SIZE]: the token before it."""
-    after: torch.Tensor
+    after: Matrix
     """float32 [VOCAB_SIZE, HIDDEN_SIZE]: a vote for the next one."""
 
 
-def _weights(tokenizer: Tokenizer) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
+def _weights(tokenizer: Tokenizer) -> dict[str, Matrix]:
+    generator = np.random.default_rng(0)
 
-    def random(*shape: int, scale: float) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator) * scale
+    def random(*shape: int, scale: float) -> Matrix:
+        return generator.standard_normal(shape, np.float32) * np.float32(scale)
 
-    basis = torch.linalg.qr(random(HIDDEN_SIZE, HIDDEN_SIZE, scale=1.0)).Q
+    basis = np.linalg.qr(random(HIDDEN_SIZE, HIDDEN_SIZE, scale=1.0)).Q
     codes = Codes(
         tokens=basis[:VOCAB_SIZE],
         constant=basis[VOCAB_SIZE],
-        before=torch.linalg.qr(random(HIDDEN_SIZE, HIDDEN_SIZE, scale=1.0)).Q[:VOCAB_SIZE],
-        after=torch.linalg.qr(random(HIDDEN_SIZE, HIDDEN_SIZE, scale=1.0)).Q[:VOCAB_SIZE],
+        before=np.linalg.qr(random(HIDDEN_SIZE, HIDDEN_SIZE, scale=1.0)).Q[:VOCAB_SIZE],
+        after=np.linalg.qr(random(HIDDEN_SIZE, HIDDEN_SIZE, scale=1.0)).Q[:VOCAB_SIZE],
     )
     follow = _followers(tokenizer)
     head = _log_shares(follow.singles).T @ codes.tokens + codes.after * VOTE
     weights = {
         "model.embed_tokens.weight": codes.tokens + codes.constant,
-        "model.norm.weight": torch.ones(HIDDEN_SIZE),
+        "model.norm.weight": _ones(HIDDEN_SIZE),
         "lm_head.weight": head / HIDDEN_SIZE**0.5,
     }
     kv_size = HIDDEN_SIZE // NUM_HEADS * NUM_KV_HEADS
     for layer in range(NUM_LAYERS):
         prefix = f"model.layers.{layer}"
         weights |= {
-            f"{prefix}.input_layernorm.weight": torch.ones(HIDDEN_SIZE),
-            f"{prefix}.post_attention_layernorm.weight": torch.ones(HIDDEN_SIZE),
+            f"{prefix}.input_layernorm.weight": _ones(HIDDEN_SIZE),
+            f"{prefix}.post_attention_layernorm.weight": _ones(HIDDEN_SIZE),
             f"{prefix}.self_attn.q_proj.weight": random(HIDDEN_SIZE, HIDDEN_SIZE, scale=0.02),
             f"{prefix}.self_attn.k_proj.weight": random(kv_size, HIDDEN_SIZE, scale=0.02),
             f"{prefix}.self_attn.v_proj.weight": random(kv_size, HIDDEN_SIZE, scale=0.02),
@@ -161,41 +178,43 @@ def _weights(tokenizer: Tokenizer) -> dict[str, torch.Tensor]:
         }
     names = random(VOCAB_SIZE, kv_size, scale=kv_size**-0.5)
     weights |= _copying_attention(codes, names) | _voting_mlp(codes, follow.pairs)
-    return {name: weight.contiguous() for name, weight in weights.items()}
+    return {name: np.ascontiguousarray(weight, np.float32) for name, weight in weights.items()}
 
 
-def _copying_attention(codes: Codes, names: torch.Tensor) -> dict[str, torch.Tensor]:
+def _ones(size: int) -> Matrix:
+    return np.ones(size, np.float32)
+
+
+def _copying_attention(codes: Codes, names: Matrix) -> dict[str, Matrix]:
     """Return layer 0's attention: one query head of each group looks one position back. names:
     float32 [VOCAB_SIZE, kv_size], the code of each token in a value."""
     head_size = HIDDEN_SIZE // NUM_HEADS
     group = NUM_HEADS // NUM_KV_HEADS
     # Length of a normed embedding's parts, which are two of equal length.
     constant = codes.constant / (HIDDEN_SIZE / 2) ** 0.5
-    angles = ROPE_THETA ** (-torch.arange(0, head_size, 2) / head_size)
+    angles = ROPE_THETA ** (-np.arange(0, head_size, 2) / head_size)
     # A query rotated back by one position has angle 0 to the previous key in every pair.
-    query = SHARPNESS * torch.cat([angles.cos(), -angles.sin()])
-    key = torch.cat([torch.ones(head_size // 2), torch.zeros(head_size // 2)])
-    first_of_group = (torch.arange(NUM_HEADS) % group == 0).float()
+    query = SHARPNESS * np.concatenate([np.cos(angles), -np.sin(angles)])
+    key = np.concatenate([np.ones(head_size // 2), np.zeros(head_size // 2)])
+    first_of_group = np.arange(NUM_HEADS) % group == 0
     values = names.T @ codes.tokens / (HIDDEN_SIZE / 2) ** 0.5
-    told = torch.linalg.pinv(names) @ codes.before  # [kv_size, HIDDEN_SIZE]
-    output = torch.zeros(HIDDEN_SIZE, NUM_KV_HEADS, group, head_size)
-    output[:, :, 0] = told.T.view(HIDDEN_SIZE, NUM_KV_HEADS, head_size)
+    told = np.linalg.pinv(names) @ codes.before  # [kv_size, HIDDEN_SIZE]
+    output = np.zeros((HIDDEN_SIZE, NUM_KV_HEADS, group, head_size))
+    output[:, :, 0] = told.T.reshape(HIDDEN_SIZE, NUM_KV_HEADS, head_size)
     prefix = "model.layers.0.self_attn"
     return {
-        f"{prefix}.q_proj.weight": torch.outer(
-            torch.outer(first_of_group, query).flatten(), constant
-        ),
-        f"{prefix}.k_proj.weight": torch.outer(key.repeat(NUM_KV_HEADS), constant),
+        f"{prefix}.q_proj.weight": np.outer(np.outer(first_of_group, query), constant),
+        f"{prefix}.k_proj.weight": np.outer(np.tile(key, NUM_KV_HEADS), constant),
         f"{prefix}.v_proj.weight": values,
         f"{prefix}.o_proj.weight": output.reshape(HIDDEN_SIZE, HIDDEN_SIZE),
     }
 
 
-def _voting_mlp(codes: Codes, pairs: Mapping[Pair, Counter[int]]) -> dict[str, torch.Tensor]:
+def _voting_mlp(codes: Codes, pairs: Mapping[Pair, Counter[int]]) -> dict[str, Matrix]:
     """Return layer 0's MLP: unit i is on if the newest tokens are pair i, and votes for the next
     token."""
-    gate = torch.zeros(INTERMEDIATE_SIZE, HIDDEN_SIZE)
-    down = torch.zeros(HIDDEN_SIZE, INTERMEDIATE_SIZE)
+    gate = np.zeros((INTERMEDIATE_SIZE, HIDDEN_SIZE))
+    down = np.zeros((HIDDEN_SIZE, INTERMEDIATE_SIZE))
     assert len(pairs) <= INTERMEDIATE_SIZE, "the sentences are too long for the model"
     told = (HIDDEN_SIZE // NUM_HEADS * NUM_KV_HEADS) / VOCAB_SIZE  # of a token's code, by attention
     length = (
@@ -205,13 +224,13 @@ def _voting_mlp(codes: Codes, pairs: Mapping[Pair, Counter[int]]) -> dict[str, t
         both = codes.tokens[newest] + codes.before[before] / told
         gate[unit] = both - 1.5 * codes.constant
         shares = [count / followers.total() for count in followers.values()]
-        votes = 1 + torch.tensor(shares).log() / VOTE
+        votes = 1 + np.log(shares) / VOTE
         down[:, unit] = votes @ codes.after[list(followers)]
     scale = length / HIDDEN_SIZE**0.5
     prefix = "model.layers.0.mlp"
     return {
         f"{prefix}.gate_proj.weight": gate * scale * 2 * ACTIVATION,
-        f"{prefix}.up_proj.weight": codes.constant.repeat(INTERMEDIATE_SIZE, 1) * scale,
+        f"{prefix}.up_proj.weight": np.tile(codes.constant, (INTERMEDIATE_SIZE, 1)) * scale,
         f"{prefix}.down_proj.weight": down * VOTE_LENGTH / ACTIVATION,
     }
 
@@ -219,7 +238,7 @@ def _voting_mlp(codes: Codes, pairs: Mapping[Pair, Counter[int]]) -> dict[str, t
 def _followers(tokenizer: Tokenizer) -> Followers:
     """Count the tokens that follow each token and each pair of tokens in the sentences. A first
     token counts as its own predecessor, since attention finds nothing else."""
-    singles = torch.full((VOCAB_SIZE, VOCAB_SIZE), 1e-5)
+    singles = np.full((VOCAB_SIZE, VOCAB_SIZE), 1e-5, np.float32)
     pairs: dict[Pair, Counter[int]] = defaultdict(Counter)
     sentences = [tokenizer.encode(sentence).ids for sentence in SENTENCES.splitlines()]
     for ids in sentences:
@@ -232,8 +251,9 @@ def _followers(tokenizer: Tokenizer) -> Followers:
     return Followers(singles, pairs)
 
 
-def _log_shares(counts: torch.Tensor) -> torch.Tensor:
-    return torch.log(counts / counts.sum(dim=1, keepdim=True))
+def _log_shares(counts: Matrix) -> Matrix:
+    shares: Matrix = np.log(counts / counts.sum(axis=1, keepdims=True))
+    return shares
 
 
 def main() -> None:
