@@ -120,6 +120,7 @@ def test_terminal_is_as_it_was_however_it_ends(directory, daemon, ending, exit_c
         home = terminal.written.replace(b"\x1b[H", b"\n")
         shown = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", home).decode()
         assert max(map(len, re.split(r"[\r\n]+", shown))) <= COLUMNS
+        assert re.search(r"tokens/s .*requests .*KV used .*total +0 tokens in ", shown, re.DOTALL)
     finally:
         terminal.close()
 

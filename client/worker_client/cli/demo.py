@@ -263,9 +263,11 @@ def _sentences(texts: Sequence[str]) -> Iterator[Line]:
 
 def _next_commands(model: Path | None) -> list[Line]:
     """Return commands to try next. model: None if there is none any more."""
-    found = shutil.which("worker-client")
-    program = "worker-client" if found else f"{Path(sys.executable).parent}/worker-client"
-    make = [f"{Path(sys.executable).name} -m worker_client.cli.demo_model demo-model"]
+    programs = Path(sys.executable).parent
+    if programs.is_relative_to(Path.cwd()):
+        programs = programs.relative_to(Path.cwd())
+    program = "worker-client" if shutil.which("worker-client") else f"{programs}/worker-client"
+    make = [f"{sys.executable} -m worker_client.cli.demo_model demo-model"]
     place = "demo-model" if model is None else shlex.quote(str(model))
     return [
         Line(""),

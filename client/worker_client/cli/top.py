@@ -23,8 +23,9 @@ from rpc_schema.errors import WorkerDaemonError
 from worker_client.cli.control import Endpoints
 from worker_client.cli.options import KeyFile, KnownDaemons, Wait
 from worker_client.cli.output_file import print_text
-from worker_client.cli.terminal_lines import as_text
-from worker_client.cli.top_frame import Sample, Seen, frame
+from worker_client.cli.terminal_lines import as_text, encodable
+from worker_client.cli.top_frame import Sample, Seen, frame, title
+from worker_client.cli.top_history import History
 from worker_client.errors import AuthenticationError, DeadlineExceeded, NothingListens
 from worker_client.wire.endpoint import Endpoint, named_daemons, new_driver_id, parse_endpoint
 from worker_client.wire.keys import Keys, read_keys
@@ -178,6 +179,8 @@ def _show(feeds: Sequence[Feed]) -> None:
     """Show frames on the terminal's alternate screen until a key ends it; always restores the
     terminal."""
     console = Console()
+    history = History(time.monotonic())
+    due = history.began
     with (
         _single_keys() as keys,
         Live(console=console, screen=True, auto_refresh=False, transient=True) as live,
@@ -185,8 +188,13 @@ def _show(feeds: Sequence[Feed]) -> None:
         while True:
             _check(feeds)
             width, height = console.size
-            lines = frame([feed.seen for feed in feeds], time.monotonic(), width, height)
-            live.update(as_text(lines), refresh=True)
+            seen, now = [feed.seen for feed in feeds], time.monotonic()
+            if now >= due:
+                history.note(seen)
+                due = max(due + INTERVAL_S, now)
+            lines = frame(seen, now, width, height, history.lines(title(seen), seen, now, width))
+            shown = as_text(encodable(line, console.encoding) for line in lines)
+            live.update(shown, refresh=True)
             if _quits(keys, INTERVAL_S / 2):
                 return
 

@@ -67,15 +67,56 @@ def rates(seen: Seen) -> Rates:
     return Rates((now.last_seq - then.last_seq) / duration_s, tokens)
 
 
-def frame(daemons: Sequence[Seen], now: float, width: int, height: int | None) -> list[Line]:
+class Totals(NamedTuple):
+    """Figures of all daemons together; None if they are not known."""
+
+    tokens_per_s: float | None
+    requests: int | None
+    kv_percent: int | None
+    """Largest share of its KV cache that running requests hold on a daemon."""
+
+
+def totals(daemons: Sequence[Seen]) -> Totals:
+    """Return the figures of the daemons that answer, as their groups' lines count them."""
+    tokens: list[float] = []
+    requests: list[int] = []
+    percents: list[int] = []
+    for members in _by_group([seen for seen in daemons if not seen.error]):
+        statuses = [seen.last.status for seen in members if seen.last is not None]
+        ranks = [status.rank for status in statuses]
+        config = statuses[0].config
+        size = 1 if config is None else config.parallel.world_size
+        tokens += _known([_added(ranks, [rates(seen).tokens_per_s for seen in members], size)])
+        requests += _known([_added(ranks, [status.num_requests for status in statuses], size)])
+        percents += _known(map(_kv_share, statuses))
+    return Totals(
+        sum(tokens) if tokens else None,
+        sum(requests) if requests else None,
+        max(percents, default=None),
+    )
+
+
+def title(daemons: Sequence[Seen]) -> str:
+    """Return the frame's title."""
+    return f"{len(daemons)} daemon{'s' if len(daemons) != 1 else ''}; q quits"
+
+
+def frame(
+    daemons: Sequence[Seen],
+    now: float,
+    width: int,
+    height: int | None,
+    top: Sequence[Line] = (),
+) -> list[Line]:
     """Return the lines for a terminal of that size, none longer than width: longer texts are
     wrapped. height None: as many lines as there are. If the height is short, daemons are shown with
-    less detail, then fewer of them."""
-    title = f"{len(daemons)} daemon{'s' if len(daemons) != 1 else ''}; q quits"
-    lines = [Line(title), Line(_row(*_COLUMNS.split()), "bold")]
+    less detail, then the title replaces the lines of `top`, then fewer daemons are shown."""
+    lines = [Line(title(daemons)), Line(_row(*_COLUMNS.split()), "bold")]
     groups = [_group(members) for members in _groups(daemons)]
     if height is None or len(lines) + len(groups) < height:
         lines += groups
+    if top and (height is None or len(top) + len(lines) - 1 + len(daemons) <= height):
+        lines[:1] = top
     room = None if height is None else max(1, height - len(lines))
     each = None if room is None else max(1, room // max(1, len(daemons)))
     for index, seen in enumerate(daemons):
@@ -87,15 +128,21 @@ def frame(daemons: Sequence[Seen], now: float, width: int, height: int | None) -
 
 
 def _groups(daemons: Sequence[Seen]) -> list[list[Seen]]:
-    """Return the daemons by group: ranks of one sequence of steps of one driver. A daemon alone, or
-    without a model, is none."""
+    """Return the daemons by group. A daemon alone, or without a model, is none."""
+    with_model = [each for each in daemons if each.last and each.last.status.config is not None]
+    return [group for group in _by_group(with_model) if len(group) > 1]
+
+
+def _by_group(daemons: Sequence[Seen]) -> list[list[Seen]]:
+    """Return the daemons that were seen by group: ranks of one sequence of steps of one driver."""
     members: dict[tuple[int, bytes, int], list[Seen]] = {}
     for seen in daemons:
-        if seen.last is not None and seen.last.status.config is not None:
+        if seen.last is not None:
             status = seen.last.status
-            number = status.rank // seen.last.status.config.parallel.group_size
+            size = 1 if status.config is None else status.config.parallel.group_size
+            number = status.rank // size
             members.setdefault((status.epoch, status.lease.holder, number), []).append(seen)
-    return [group for group in members.values() if len(group) > 1]
+    return list(members.values())
 
 
 def _daemon(seen: Seen, now: float, width: int) -> list[Line]:

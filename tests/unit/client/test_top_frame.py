@@ -1,4 +1,4 @@
-"""The content of top's frame, and that it fits the terminal."""
+"""The content of top's frame and of its history, and that they fit the terminal."""
 
 import msgspec
 import pytest
@@ -14,7 +14,8 @@ from rpc_schema.config import (
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.lease import LeaseStatus
 from rpc_schema.lifecycle import GpuLoad, ReplyDelay, Status
-from worker_client.cli.top_frame import Sample, Seen, frame, rates
+from worker_client.cli.top_frame import Sample, Seen, frame, rates, title, totals
+from worker_client.cli.top_history import NUM_SAMPLES, History
 
 STATUS = Status(
     worker_uid=b"u" * 16,
@@ -214,3 +215,69 @@ def test_long_texts_go_on_in_the_next_line(width):
     assert "ipc:///d/w0, pid 12, cuda:0" in " ".join(shown.split())
     assert max(map(len, shown.splitlines())) <= width
     assert "..." in text(seen()._replace(event="so " * 500), width=width)
+
+
+def history_of(*moments: list[Seen]) -> History:
+    history = History(100.0)
+    for daemons in moments:
+        history.note(daemons)
+    return history
+
+
+def test_history_plots_totals_and_leaves_gaps_where_nobody_answers():
+    cache = KVCacheConfig(num_blocks=101, block_size=16, groups=(), size_bytes=1)
+
+    def at(tokens: int, requests: int, held: int) -> list[Seen]:
+        """One replica that samples in its last rank, and a daemon that is not used."""
+        common = {"config": GROUP, "kv_cache": cache, "num_requests": requests}
+        before = {"config": GROUP, "num_tokens": 0}
+        daemons = [
+            seen({**before, "rank": 0}, **common, rank=0, num_tokens=0),
+            seen(before, **common, num_kv_blocks_held=held, num_tokens=2 * tokens),
+            seen(load="CREATED", epoch=0, num_requests=0, num_tokens=0, worker_uid=b"s" * 16),
+        ]
+        return [each._replace(endpoint=f"w{number}") for number, each in enumerate(daemons)]
+
+    lost = [each._replace(error="gone") for each in at(300, 8, 50)]
+    moments = [at(0, 0, 0), at(100, 4, 25), at(400, 8, 100), lost, at(200, 8, 50)]
+    daemons = moments[-1]
+    title_, tokens, requests, used, total = history_of(*moments).lines("t", daemons, 142.0, 80)
+    assert title_.text.split() == ["t", "now", "most"]
+    assert tokens.text.startswith("tokens/s  ▃█ ▅ ") and tokens.text.split()[-2:] == ["200", "400"]
+    assert requests.text.startswith("requests ▁▅█ █ ") and requests.text.split()[-2:] == ["8", "8"]
+    assert used.text.startswith("KV used  ▁▃█ ▅ ") and used.text.split()[-2:] == ["50%", "100%"]
+    assert total.text == "total    400 tokens in 42 s (10/s), 400 since the daemons' start"
+    assert all(len(line.text) == 80 for line in (title_, tokens, requests, used))
+
+
+def test_history_counts_the_tokens_of_a_daemon_that_was_restarted():
+    moments = [
+        [seen(num_tokens=1000)],
+        [seen(num_tokens=1500)],
+        [seen(num_tokens=1500)._replace(error="gone")],
+        [seen(num_tokens=70, worker_uid=b"v" * 16)],
+        [seen(num_tokens=100, worker_uid=b"v" * 16)],
+    ]
+    history = history_of(*moments)
+    assert history.num_tokens == 600
+    assert "600 tokens in 3 h 0 min" in history.lines("t", [], 10900.0, 80)[-1].text
+
+
+def test_replicas_are_added_up():
+    for lockstep in (True, False):
+        assert totals(of_replicas(lockstep)) == (500.0, 13, None)
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_history_scrolls_and_fits_its_terminal(width):
+    history = history_of(*([seen({"num_tokens": 300 + n})] for n in range(700)))
+    assert len(history.samples) == NUM_SAMPLES
+    daemons = [seen({})] * 2
+    top = history.lines(title(daemons), daemons, 800.0, width)
+    for height in (24, 12, 6, 3):
+        lines = frame(daemons, 15.0, width, height, top)
+        assert len(lines) <= height and max(len(line.text) for line in lines) <= width
+        has_history = lines[1].text.startswith("tokens/s")
+        assert has_history == (height > 6)
+        assert lines[0].text.startswith("2 daemons")
+    assert top[1].text.split()[-2:] == ["0", "300"], "the largest that is kept"
