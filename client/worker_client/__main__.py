@@ -8,6 +8,7 @@ import typer
 
 from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.version import version_line
+from worker_client.cli.bench_compare import bench_compare
 from worker_client.cli.command_errors import exit_with
 from worker_client.cli.config import config
 from worker_client.cli.control import drain, shutdown, status
@@ -32,6 +33,7 @@ app = typer.Typer(
 for command, summary in (
     (generate, "Generate for prompts or for a file of requests."),
     (bench, "Generate, and measure it."),
+    (bench_compare, "Compare the JSON files of two runs of bench."),
     (embed, "Embed or classify prompts, or the requests of a file."),
     (serve, "Serve OpenAI's API over HTTP."),
     (demo, "Kill a driver and a daemon, and compare the tokens."),

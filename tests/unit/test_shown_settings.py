@@ -1,5 +1,6 @@
 """`config show` of both commands: each setting's value and origin, and unknown keys."""
 
+import math
 import tomllib
 
 import pytest
@@ -98,5 +99,7 @@ def test_client_names_the_nearest_key_and_command(tmp_path):
     file.write_text("max-num-seq = 3\n")
     done = run(client_app, "bench", "--config", file)
     assert done.exit_code == 2 and "did you mean max_num_seqs?" in done.output
+    (rate,) = (line for line in run(client_app, "bench").output.splitlines() if "_rate" in line)
+    assert tomllib.loads(rate) == {"request_rate": math.inf}
     with pytest.raises(ClientConfigError, match="use serve"):
         run(client_app, "serv")

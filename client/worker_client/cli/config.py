@@ -80,9 +80,11 @@ def _defaults(given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _toml(value: Any) -> str:
-    """Return a value in TOML, whose strings, numbers, switches and lists are JSON's."""
+    """Return a value in TOML, whose strings, integers, switches and lists are JSON's."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, float):
+        return repr(value)  # inf, where JSON has a word of its own
     if isinstance(value, Enum | Path):
         value = str(value)
     return json.dumps(value, ensure_ascii=False)

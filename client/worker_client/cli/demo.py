@@ -20,7 +20,6 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.live import Live
-from rich.text import Text
 
 from rpc_schema.config import (
     CacheConfig,
@@ -35,8 +34,8 @@ from worker_client.cli.demo_model import make_demo_model
 from worker_client.cli.demo_report import WIDTH, charts, comparison, recoveries, same
 from worker_client.cli.demo_run import DriverProcess, Run
 from worker_client.cli.options import Device, cuda_devices, default_device
-from worker_client.cli.output_file import print_text
-from worker_client.cli.terminal_lines import Line, as_text, encodable
+from worker_client.cli.terminal import print_lines, shown_on
+from worker_client.cli.terminal_lines import Line
 from worker_client.errors import config_error
 from worker_client.group.replacement import REPLACE_WITHIN_S
 from worker_client.inputs.tokenizer import Tokenizer, load_tokenizer
@@ -77,25 +76,14 @@ class Screen:
     def refresh(self, runs: Sequence[Run]) -> None:
         """Show the charts of the runs so far, on a terminal."""
         if self._live is not None:
-            self._live.update(self._text(charts(runs, time.monotonic())), refresh=True)
+            self._live.update(shown_on(self._console, charts(runs, time.monotonic())), refresh=True)
 
     def finish(self, runs: Sequence[Run]) -> None:
         """Leave the charts of all runs."""
         if self._live is not None:
             self.refresh(runs)
         else:
-            self.print(charts(runs, time.monotonic()))
-
-    def print(self, lines: Sequence[Line]) -> None:
-        """Print lines below what is shown. Raises OutputError."""
-        with self._console.capture() as captured:
-            self._console.print(self._text(lines), soft_wrap=True)
-        print_text(captured.get())
-
-    def _text(self, lines: Sequence[Line]) -> Text:
-        text = as_text(encodable(line, self._console.encoding) for line in lines)
-        text.highlight_regex("▲", "bold red")
-        return text
+            print_lines(charts(runs, time.monotonic()))
 
 
 @dataclass(slots=True)
@@ -185,18 +173,18 @@ def demo(
         tokenizer = _tokenizer(checkpoint)
         lines = _lines(tokenizer, num_requests, max_tokens)
         screen = Screen()
-        screen.print([Line(f"starting {len(devices)} daemons on {', '.join(devices)}")])
+        print_lines([Line(f"starting {len(devices)} daemons on {', '.join(devices)}")])
         daemons = stack.enter_context(LocalDaemons(devices, checkpoint.parent))
         config = _configuration(checkpoint, devices)
         demo = Demo(Plan(daemons.endpoints, config, lines, REPLACE_WITHIN_S), daemons, screen)
-        screen.print(_opening(demo, num_requests, max_tokens))
+        print_lines(_opening(demo, num_requests, max_tokens))
         with screen, daemons.naming_causes():
             demo.play()
             screen.finish(demo.runs)
     first, *others = demo.runs
     texts = [tokenizer.decode(first.outputs[str(index)]) for index in range(len(PROMPTS))]
-    screen.print([*recoveries(demo.runs), *comparison(demo.runs), *_sentences(texts)])
-    screen.print(_next_commands(model))
+    print_lines([*recoveries(demo.runs), *comparison(demo.runs), *_sentences(texts)])
+    print_lines(_next_commands(model))
     if not all(same(first, run) for run in others):
         raise typer.Exit(1)
 

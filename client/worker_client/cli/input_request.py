@@ -14,6 +14,8 @@ class InputRequest:
     error: str = ""
     line: int | None = None
     """Line number from 1; None if it does not come from the input."""
+    arrival_s: float = 0.0
+    """Time from the start of the run at which it arrives, in seconds."""
 
     @property
     def shown_as(self) -> str:

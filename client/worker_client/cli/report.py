@@ -1,8 +1,9 @@
 """Output of generate and bench: lines for requests, and the bench object. Pure functions of a
 run."""
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -25,6 +26,8 @@ from worker_host.draft_counts import DraftCounts
 
 JsonValue: TypeAlias = "int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
 JsonObject: TypeAlias = dict[str, JsonValue]
+
+PERCENTILES: Final = (50, 90, 99)
 
 
 def output_lines(
@@ -94,10 +97,11 @@ def _logprobs(logprobs: Logprobs) -> JsonObject:
 
 
 def bench_object(
-    served: Served, daemons: Sequence[Status], loads_before: LoadsByLayer
+    served: Served, daemons: Sequence[Status], loads_before: LoadsByLayer, request_rate: float
 ) -> JsonObject:
     """Return the object that bench prints; gpu_memory_bytes is summed over the daemons.
-    loads_before: the expert loads before the run."""
+    loads_before: the expert loads before the run; request_rate: inf if all requests came at
+    once."""
     figures = load_figures(loads_since(loads_before, loads_by_layer(daemons)))
     memory = [status.memory_bytes for status in daemons]
     outputs = list(served.outputs.values())
@@ -107,16 +111,21 @@ def bench_object(
     uses = {
         use: sum(entry.get(use, 0) for entry in memory) for use in (memory[0] if memory else ())
     }
+    config = daemons[0].config
     return {
+        "model": None if config is None else config.model.model,
         "requests": len(outputs),
         "failed": len(served.errors),
+        "request_rate": None if math.isinf(request_rate) else request_rate,
         "seconds": served.seconds,
         "tokens_in": tokens_in,
         "tokens_out": tokens_out,
+        "req_s": len(outputs) / seconds,
         "out_tok_s": tokens_out / seconds,
         "total_tok_s": (tokens_in + tokens_out) / seconds,
         "ttft_ms": percentiles(_ttft_ms(served)),
         "tpot_ms": percentiles(_tpot_ms(served, outputs)),
+        "itl_ms": percentiles([gap * 1e3 for gap in served.token_gaps_s]),
         "step_ms": step_times(served.records),
         "startup_s": served.startup_s,
         "gpu_memory_bytes": uses,
@@ -147,10 +156,12 @@ def draft_figures(counts: DraftCounts) -> JsonObject:
 
 
 def percentiles(values: Sequence[float]) -> JsonObject:
-    """Return median and 99th percentile; None without values."""
+    """Return the mean and PERCENTILES; None without values."""
+    names = ["mean", *(f"p{percent}" for percent in PERCENTILES)]
     if not values:
-        return {"p50": None, "p99": None}
-    return {"p50": float(np.percentile(values, 50)), "p99": float(np.percentile(values, 99))}
+        return dict.fromkeys(names)
+    figures = [np.mean(values), *np.percentile(values, PERCENTILES)]
+    return dict(zip(names, map(float, figures), strict=True))
 
 
 def step_times(records: Sequence[StepTiming]) -> dict[str, JsonObject]:
@@ -162,9 +173,7 @@ def step_times(records: Sequence[StepTiming]) -> dict[str, JsonObject]:
     return {
         kind: {
             "count": len(times),
-            "mean": sum(times) / len(times),
             "p10": float(np.percentile(times, 10)),
-            "p90": float(np.percentile(times, 90)),
             **percentiles(times),
         }
         for kind, times in by_kind.items()

@@ -1,6 +1,7 @@
 """`worker-client generate` and `worker-client bench`."""
 
 import json
+import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from worker_client.cli.arrivals import check_request_rate, with_arrivals
+from worker_client.cli.bench_table import bench_table
 from worker_client.cli.daemons import Scrape
 from worker_client.cli.expert_loads import loads_by_layer
 from worker_client.cli.options import RunOptions, takes_run_options
@@ -22,13 +25,22 @@ from worker_client.cli.session import (
     read_inputs,
     read_lines,
 )
+from worker_client.cli.terminal import print_lines
 from worker_client.errors import config_error
 from worker_client.group.adoption import AdoptedRequest
 from worker_client.inputs.tokenizer import TextBounds, Tokenizer, load_tokenizer
 from worker_client.worker_group import RankProgress, parse_endpoints
 from worker_host.plain_text import printable
 
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="One JSON object in a line, not a table on a terminal.")
+]
+RequestRate = Annotated[
+    float,
+    typer.Option(
+        metavar="R", help="Requests arrive at random, R a second on average; inf: all at once."
+    ),
+]
 Profile = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Write a trace NAME-ppP-tpT-rankR.json.gz of each rank."),
@@ -66,22 +78,36 @@ def generate(run: RunOptions, adopt: Adopt = False) -> None:
 
 @takes_run_options
 def bench(
-    run: RunOptions, as_json: AsJson = False, profile: Profile = None, scrape: Scraped = False
+    run: RunOptions,
+    request_rate: RequestRate = math.inf,
+    as_json: AsJson = False,
+    profile: Profile = None,
+    scrape: Scraped = False,
 ) -> None:
-    """Generate and measure."""
-    tokenizer, inputs = read_requests(run)
+    """Generate and measure. The figures are a table on a terminal, elsewhere a JSON object, which
+    bench-compare reads."""
+    check_request_rate(request_rate)
+    tokenizer, lines = read_requests(run)
+    inputs = with_arrivals(lines, request_rate, run.seed or 0)
     end_if_all_are_wrong(inputs, run.output)
     with open_session(run, print_progress(), tokenizer=tokenizer) as session:
         report_cuts(inputs, session.max_model_len)
-        served, result = _measure(session, inputs, profile, scrape)
-    print_text(json.dumps(result, indent=None if as_json else 2) + "\n")
+        served, result = _measure(session, inputs, profile, scrape, request_rate)
+    if as_json or not sys.stdout.isatty():
+        print_text(json.dumps(result, indent=None if as_json else 2) + "\n")
+    else:
+        print_lines(bench_table(result))
     if run.output is not None:
         write_whole(run.output, map(json.dumps, output_lines(inputs, served, tokenizer)))
     report_errors(inputs, served.errors, len(inputs))
 
 
 def _measure(
-    session: Session, inputs: Sequence[InputRequest], profile: str | None, scraped: bool
+    session: Session,
+    inputs: Sequence[InputRequest],
+    profile: str | None,
+    scraped: bool,
+    request_rate: float,
 ) -> tuple[Served, JsonObject]:
     group = session.group
     daemons = [client.endpoint.control for own in group.replicas for client in own.clients]
@@ -89,9 +115,9 @@ def _measure(
     with Scrape(daemons if scraped else (), session.options.keys) as scrape:
         if profile is not None:
             served, traces = session.serve_profiled(inputs, profile)
-        else:  # every run is measured with an empty prefix cache
-            served, traces = session.serve(inputs, keeps_prefixes=False), []
-    result = bench_object(served, group.get_status(), before)
+        else:
+            served, traces = session.serve(inputs, measured=True), []
+    result = bench_object(served, group.get_status(), before, request_rate)
     result["statuses_scraped"] = scrape.num_statuses
     if profile is not None:
         result["traces"] = traces

@@ -21,6 +21,7 @@ from rpc_schema.errors import (
 from rpc_schema.extensions import extension_of
 from rpc_schema.structured import StructuredOutput
 from rpc_schema.version import PROTOCOL_VERSION, SOFTWARE_VERSION
+from worker_client.cli.arrivals import Arrivals
 from worker_client.cli.input_adapters import with_adapters
 from worker_client.cli.input_request import InputRequest as InputRequest
 from worker_client.cli.options import Device, RunOptions
@@ -47,6 +48,7 @@ from worker_client.scheduler_output import StepResult
 from worker_client.structured.masked_steps import CompiledGrammars
 from worker_client.structured.opening import open_grammars
 from worker_client.tracing.run_times import RequestTiming, StepTiming
+from worker_client.tracing.token_times import TokenTimes
 from worker_client.worker_group import RankProgress, WorkerGroup
 from worker_host.draft_counts import DraftCounts
 
@@ -64,9 +66,11 @@ class Served:
     records: list[StepTiming]
     """Times of the steps; of one replica after the other."""
     timings: dict[str, RequestTiming]
-    """Times of the requests, by id."""
+    """Times of the requests, by id; they were added when they arrived."""
     drafts: DraftCounts
     """Outcomes of the drafts of all steps."""
+    token_gaps_s: list[float] = field(default_factory=list)
+    """Times between two tokens of a request (TokenTimes.gaps_s), of a run that was measured."""
     startup_s: dict[str, float] = field(default_factory=dict)
     """Durations of phases, from process start to the first token; `total` is their sum."""
 
@@ -92,7 +96,7 @@ class Replica:
         inputs: Sequence[InputRequest],
         adopted: Sequence[AdoptedRequest],
         on_outcome: OnOutcome,
-        keeps_prefixes: bool,
+        measured: bool,
         is_stopped: Callable[[], bool],
     ) -> Served:
         """See Session.serve. Raises Stopped at the next step's result once is_stopped()."""
@@ -100,7 +104,7 @@ class Replica:
             grammars = self._grammars(inputs, adopted)
             if grammars is not None:
                 stack.callback(grammars.close)
-            return self._serve(inputs, adopted, on_outcome, grammars, keeps_prefixes, is_stopped)
+            return self._serve(inputs, adopted, on_outcome, grammars, measured, is_stopped)
 
     def _serve(
         self,
@@ -108,7 +112,7 @@ class Replica:
         adopted: Sequence[AdoptedRequest],
         on_outcome: OnOutcome,
         grammars: CompiledGrammars | None,
-        keeps_prefixes: bool,
+        measured: bool,
         is_stopped: Callable[[], bool],
     ) -> Served:
         limits = scheduler_limits(
@@ -116,17 +120,20 @@ class Replica:
         )
         scheduler = Scheduler(limits, self.tokenizer)
 
-        def end_if_stopped(result: StepResult) -> None:
-            if is_stopped():
-                raise Stopped
+        tokens = TokenTimes()
+
+        def on_result(result: StepResult) -> None:
+            if measured:
+                tokens.note(result)
+            _end_if(is_stopped)
 
         driver = Driver(
             self.group,
             scheduler,
-            end_if_stopped,
+            on_result,
             max_history=None,
             recover=self.recover,
-            options=DriverOptions(grammars, keeps_prefixes),
+            options=DriverOptions(grammars, keeps_prefixes=not measured),
         )
         inputs = with_adapters(self.group, self.options.config.lora, inputs)
         start = time.monotonic()
@@ -138,15 +145,30 @@ class Replica:
         outputs = {output.req_id: output for output in ended}
         for output in outputs.values():
             on_outcome(output.req_id, output)
-        errors = _add_all(driver, inputs, {request.req_id for request in adopted})
-        for req_id, error in errors.items():
-            on_outcome(req_id, error)
-        for output in driver.run():
+        running = {request.req_id for request in adopted}
+        errors: dict[str, str] = {}
+
+        def add(arrived: Sequence[InputRequest]) -> None:
+            refused = _add_all(driver, [each for each in arrived if each.id not in running])
+            for req_id, error in refused.items():
+                on_outcome(req_id, error)
+            errors.update(refused)
+
+        for output in _run_arriving(driver, Arrivals(inputs, start), add, is_stopped):
             outputs[output.req_id] = output
             on_outcome(output.req_id, output)
         seconds = time.monotonic() - start
         errors |= {output.req_id: output.error for output in outputs.values() if output.error}
-        return Served(outputs, errors, seconds, list(driver.records), driver.timings, driver.drafts)
+        num_tokens = {output.req_id: len(output.token_ids) for output in outputs.values()}
+        return Served(
+            outputs,
+            errors,
+            seconds,
+            list(driver.records),
+            _since_arrival(driver.timings, inputs, start),
+            driver.drafts,
+            tokens.gaps_s(num_tokens),
+        )
 
     def _grammars(
         self, inputs: Sequence[InputRequest], adopted: Sequence[AdoptedRequest]
@@ -196,11 +218,12 @@ class Session:
         adopted: Sequence[AdoptedRequest] = (),
         on_outcome: OnOutcome = lambda req_id, outcome: None,
         *,
-        keeps_prefixes: bool = True,
+        measured: bool = False,
     ) -> Served:
         """Generate for all requests that can be served, including adopted ones, which stay on their
-        replica; the others are shared out evenly. on_outcome is called for each as it ends, one at
-        a time; keeps_prefixes: see DriverOptions."""
+        replica; the others are shared out evenly, and begin when they arrive. on_outcome is called
+        for each as it ends, one at a time. measured: begin with an empty prefix cache, and note the
+        time of each token."""
         stopped, one_at_a_time = threading.Event(), threading.Lock()
 
         def ended(req_id: str, outcome: RequestOutput | str) -> None:
@@ -216,7 +239,7 @@ class Session:
                 share,
                 [each for each in adopted if each.dp_rank == dp_rank],
                 ended,
-                keeps_prefixes,
+                measured,
                 stopped.is_set,
             )
             for dp_rank, (replica, share) in enumerate(zip(replicas, shares, strict=True))
@@ -236,7 +259,7 @@ class Session:
                         starting.pop_all()
                         raise
                     recording.push(starting.pop_all())
-            served = self.serve(inputs, keeps_prefixes=False)
+            served = self.serve(inputs, measured=True)
             recording.pop_all()
         stopped = self.group.on_all(lambda replica: replica.profiling.stop())
         return served, [reply.file for replies in stopped for reply in replies]
@@ -254,6 +277,7 @@ class Session:
             [record for each in served for record in each.records],
             timings,
             drafts,
+            [gap for each in served for gap in each.token_gaps_s],
             {
                 **self.startup_s,
                 "first_token": first - self.ready,
@@ -300,14 +324,44 @@ def _shared_out(
     return shares
 
 
-def _add_all(
-    driver: Driver, inputs: Sequence[InputRequest], running: Collection[str]
-) -> dict[str, str]:
-    """Queue the requests that are not running; return the errors of those that cannot be queued."""
+def _end_if(is_stopped: Callable[[], bool]) -> None:
+    if is_stopped():
+        raise Stopped
+
+
+def _run_arriving(
+    driver: Driver,
+    arrivals: Arrivals,
+    add: Callable[[Sequence[InputRequest]], None],
+    is_stopped: Callable[[], bool],
+) -> Iterator[RequestOutput]:
+    """Step until all requests have arrived and ended; yield those that have ended."""
+    while arrivals.has_more:
+        add(arrivals.take_due())
+        if driver.busy:
+            yield from driver.step()
+        elif arrivals.has_more:
+            _end_if(is_stopped)
+            arrivals.wait()
+    yield from driver.run()
+
+
+def _since_arrival(
+    timings: dict[str, RequestTiming], inputs: Sequence[InputRequest], start: float
+) -> dict[str, RequestTiming]:
+    """Return the times of requests with those of their arrivals in place of those at which the
+    driver took them, between two steps."""
+    arrived = {entry.id: start + entry.arrival_s for entry in inputs if entry.arrival_s}
+    return {
+        req_id: timing._replace(added=arrived.get(req_id, timing.added))
+        for req_id, timing in timings.items()
+    }
+
+
+def _add_all(driver: Driver, inputs: Sequence[InputRequest]) -> dict[str, str]:
+    """Queue requests; return the errors of those that cannot be queued."""
     errors = {}
     for entry in inputs:
-        if entry.id in running:
-            continue
         if entry.request is None:
             errors[entry.id] = entry.error
             continue

@@ -23,7 +23,7 @@ from rpc_schema.errors import WorkerDaemonError
 from worker_client.cli.control import Endpoints
 from worker_client.cli.options import KeyFile, KnownDaemons, Wait
 from worker_client.cli.output_file import print_text
-from worker_client.cli.terminal_lines import as_text, encodable
+from worker_client.cli.terminal import shown_on
 from worker_client.cli.top_frame import Sample, Seen, frame, title
 from worker_client.cli.top_history import History
 from worker_client.errors import AuthenticationError, DeadlineExceeded, NothingListens
@@ -193,8 +193,7 @@ def _show(feeds: Sequence[Feed]) -> None:
                 history.note(seen)
                 due = max(due + INTERVAL_S, now)
             lines = frame(seen, now, width, height, history.lines(title(seen), seen, now, width))
-            shown = as_text(encodable(line, console.encoding) for line in lines)
-            live.update(shown, refresh=True)
+            live.update(shown_on(console, lines), refresh=True)
             if _quits(keys, INTERVAL_S / 2):
                 return
 
