@@ -66,6 +66,9 @@ class GetCachedBlocks(ControlRequest["GetCachedBlocksReply"], frozen=True, tag=4
     block_tag: BlockTag
     """Notes of other tags, and of other versions of the weights, are not returned."""
     first_block: Count = 0
+    in_host_tier: bool = False
+    """Return slots of the host tier (rpc_schema/host_tier.py) in place of blocks, in the same
+    fields."""
 
 
 class GetCachedBlocksReply(ControlReply, frozen=True, tag=44, kw_only=True):

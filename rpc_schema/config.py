@@ -201,6 +201,8 @@ class CacheConfig(Value, frozen=True, kw_only=True):
     kv_cache_dtype: KVCacheDtype = "auto"
     """auto is the model's dtype; fp8 is float8_e4m3fn with the checkpoint's scales, or 1. Models
     without a KV cache ignore it."""
+    kv_host_memory_bytes: Unsigned = 0
+    """Host memory of each rank for the host tier: blocks that leave the prefix cache. 0: none."""
 
 
 class GraphConfig(Value, frozen=True, kw_only=True):

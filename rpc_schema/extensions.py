@@ -12,6 +12,7 @@ from typing import Annotated, TypeAlias, TypeVar
 from msgspec import Meta
 
 from rpc_schema.base import Extension
+from rpc_schema.host_tier import HostTierMoves
 from rpc_schema.lora_request import LoraRequest
 from rpc_schema.pooling import PooledOutputs, PoolingParams
 from rpc_schema.prompt_embeds import PromptEmbeds
@@ -58,7 +59,7 @@ RequestExtension: TypeAlias = (
 )
 """Extension of a request, from its admission on."""
 
-StepExtension: TypeAlias = GrammarMasks
+StepExtension: TypeAlias = GrammarMasks | HostTierMoves
 """Extension of one step, or of the sampling of one."""
 
 ReplyExtension: TypeAlias = (

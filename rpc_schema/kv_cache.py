@@ -13,7 +13,7 @@ row and the spare one, before the pages in the same memory. See RankStates for c
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Annotated, ClassVar, Final, Literal, NamedTuple, TypeAlias
 
 from msgspec import Meta
 
@@ -48,6 +48,10 @@ DType = Annotated[str, Meta(max_length=32)]
 Layout = Literal["NHD", "latent"]
 """Layout of a layer's tensor of pages. NHD: [num_blocks, 2, block_size, kv_heads, head_dim]; dim 1:
 K, V. latent: [num_blocks, block_size, width]."""
+
+
+MAX_HOST_BLOCKS: Final = 2**31 - 1
+"""Bound on the slots of a host tier."""
 
 
 class KVPages(Value, frozen=True, kw_only=True, tag=1):
@@ -144,6 +148,9 @@ class KVCacheConfig(Value, frozen=True, kw_only=True):
     the order of their memory: see LayerGroup.drafts."""
     draft_bytes: Unsigned = 0
     """Size of all their pages, num_blocks of each."""
+    num_host_blocks: Count = 0
+    """Slots of the host tier, each for one block of any group; the same on all ranks. 0: there is
+    no tier."""
 
 
 class BlockGroup(NamedTuple):
@@ -440,6 +447,13 @@ def bytes_per_block(groups: Sequence[LayerGroup], rank: int) -> int:
     return _page_bytes(groups, rank) + _draft_bytes(groups, rank)
 
 
+def fitting_host_blocks(memory_bytes: int, groups: Sequence[LayerGroup], num_ranks: int) -> int:
+    """Return the number of slots of a host tier with memory_bytes on each rank; 0 for models
+    without pages."""
+    largest = max((bytes_per_block(groups, rank) for rank in range(num_ranks)), default=0)
+    return min(memory_bytes // largest, MAX_HOST_BLOCKS) if largest else 0
+
+
 def _page_bytes(groups: Sequence[LayerGroup], rank: int) -> int:
     page = max(group.blocks.block_size * group.kind.bytes_per_token for group in groups)
     return page * max(len(group.layer_names[rank]) for group in groups)
@@ -561,6 +575,7 @@ def build_kv_cache_config(
     num_blocks: int,
     states: RankStates = NO_STATES,
     checkpoint_blocks: int = 0,
+    num_host_blocks: int = 0,
 ) -> KVCacheConfig:
     """Return one rank's configuration. states: of this rank's layers."""
     return KVCacheConfig(
@@ -582,4 +597,5 @@ def build_kv_cache_config(
         checkpoint_blocks=checkpoint_blocks,
         draft_layers=groups[0].drafts[rank].layer_names if groups[0].drafts else (),
         draft_bytes=num_blocks * _draft_bytes(groups, rank),
+        num_host_blocks=num_host_blocks,
     )

@@ -34,6 +34,7 @@ from rpc_schema.config import (
     WorkerConfig,
 )
 from rpc_schema.health import LoadState, ServingState, StatusHead
+from rpc_schema.host_tier import HostTierStatus
 from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
 from rpc_schema.lease import (
     DEFAULT_LEASE_TTL_MS,
@@ -227,6 +228,8 @@ class Status(StatusHead, frozen=True, forbid_unknown_fields=True, kw_only=True):
     model_names: tuple[str, ...] = ()
     """Names in a ModelConfig that mean the loaded directory to this daemon: its absolute path and,
     if it is below the first root, the path from there. Empty below MODEL_LOADED."""
+    host_tier: HostTierStatus | None = None
+    """None without one."""
 
 
 class CommitAttachReply(ControlReply, frozen=True, tag=3, kw_only=True):

@@ -160,6 +160,9 @@ class ModelRunnerOutput(StepReply, frozen=True, tag=1, kw_only=True):
     has gained, at least one unless a feature refuses it."""
     weights_version: Unsigned = 0
     """Number of the version of the weights that the step ran with."""
+    invalid_blocks: RawInt32 = b""
+    """Blocks that the step was to load from the host tier (HostTierMoves), and whose contents did
+    not match on this rank."""
 
 
 class Done(StepReply, frozen=True, tag=2, kw_only=True):

@@ -154,6 +154,10 @@ def serve(
         int | None,
         typer.Option(help="host memory for a driver's uploads, at most; default: 2 GiB"),
     ] = None,
+    max_kv_host_memory_bytes: Annotated[
+        int | None,
+        typer.Option(help="host memory for KV blocks, at most; default: what the host has free"),
+    ] = None,
     metrics_listen: Annotated[
         str | None,
         typer.Option(
@@ -267,6 +271,9 @@ def plan(
         str, typer.Option(help="auto: the model's; fp8: half of bfloat16")
     ] = "auto",
     gpu_memory_utilization: Annotated[float, typer.Option(help="share of the memory")] = 0.9,
+    kv_host_memory_bytes: Annotated[
+        int, typer.Option(help="each rank's host memory for KV blocks; 0: none")
+    ] = 0,
     max_loras: Annotated[int, typer.Option(help="LoRA adapters in a step")] = 0,
     max_lora_rank: Annotated[int, typer.Option(help="largest rank of an adapter")] = 16,
     speculative_method: Annotated[str, typer.Option(help="what drafts tokens")] = "none",
@@ -331,6 +338,7 @@ def plan(
                 block_size=block_size,
                 gpu_memory_utilization=gpu_memory_utilization,
                 kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]  # as dtype above
+                kv_host_memory_bytes=kv_host_memory_bytes,
             ),
             graph=GraphConfig(),
             lora=LoraConfig(max_loras=max_loras, max_lora_rank=max_lora_rank),

@@ -39,6 +39,7 @@ KEYS: Final = (
     "gpu-lock-dir",
     "share-gpu",
     "upload-memory-bytes",
+    "max-kv-host-memory-bytes",
     "metrics-listen",
     "metrics-token-file",
     "reset-epoch",
@@ -125,6 +126,8 @@ class ProcessSettings:
     """True if another daemon may have the same GPU."""
     upload_memory_bytes: int
     """Limit on host memory for a driver's uploads."""
+    max_kv_host_memory_bytes: int | None
+    """Limit on host memory for the host tier; None: what the host has free."""
     metrics_listen: str
     """Place of metrics and health, unix:PATH or ADDRESS:PORT; empty: none. Parsed by the server."""
     metrics_token_file: Path | None
@@ -379,6 +382,7 @@ def build_settings(given: Given) -> ProcessSettings:
         gpu_lock_dir=_path(given, "gpu-lock-dir"),
         share_gpu=_switch(given, "share-gpu"),
         upload_memory_bytes=_bytes(given, "upload-memory-bytes", DEFAULT_UPLOAD_MEMORY_BYTES),
+        max_kv_host_memory_bytes=_most_bytes(given, "max-kv-host-memory-bytes"),
         metrics_listen=_text(given, "metrics-listen", ""),
         metrics_token_file=_key_path(given, "metrics-token-file"),
         metrics_token_is_credential=_is_credential(given, "metrics-token-file"),
@@ -520,6 +524,11 @@ def _bytes(given: Given, key: str, default: int) -> int:
         problem = "it is not a valid byte count"
         raise config_error(key, value, problem, f"use 1 or more; default: {default}")
     return number
+
+
+def _most_bytes(given: Given, key: str) -> int | None:
+    """Return a bound on bytes; None if it is not given."""
+    return None if given.get(key) is None else _bytes(given, key, 1)
 
 
 def _one_of(given: Given, key: str, default: str, known: Sequence[str]) -> str:

@@ -28,6 +28,7 @@ _DEFAULTS_IN_WORDS: Final[Mapping[str, str]] = {
     "authorized-keys": "none",
     "data-interface": "lo",
     "gpu-lock-dir": "/run/lock or /tmp",
+    "max-kv-host-memory-bytes": "what the host has free",
     "metrics-listen": "none",
     "metrics-token-file": "none",
     "exit-with-parent-fd": "none",

@@ -274,6 +274,8 @@ class RequestOutput:
     """Drafts that its steps have verified, under this driver."""
     num_accepted: int = 0
     """Those of them that are among its tokens: so many were gained without steps of their own."""
+    num_loaded_tokens: int = 0
+    """Those of num_cached_tokens whose KV came from host memory."""
 
 
 def failed_request(

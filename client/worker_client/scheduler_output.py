@@ -81,6 +81,11 @@ class StepValues:
         next step; those that sample nothing in this one are ignored."""
         return ()
 
+    @property
+    def filled_blocks(self) -> Collection[int]:
+        """Blocks that the step fills before its forward pass; no request that goes on has one."""
+        return ()
+
     def find_fault(self) -> StepFault | None:
         """Check types and sizes, not contents: no work grows with them."""
         return None
@@ -290,6 +295,9 @@ class StepResult:
     """For each request that had drafts, how many, and how many of them were accepted."""
     gained: Mapping[str, Sequence[SampledToken]] = field(default_factory=dict)
     """If the step has reports: all tokens, in order, of each request that has gained several."""
+    invalid_blocks: Sequence[int] = ()
+    """Blocks that the step was to load from host memory and whose contents did not match on the
+    rank that answers. Requests that have one get NO_TOKEN, whichever rank loaded it."""
 
     def without(self, req_ids: Collection[str]) -> "StepResult":
         """Return the result without the tokens of some requests."""
@@ -315,6 +323,7 @@ class StepResult:
             {**self.samples, **later.samples},
             {**self.drafts, **later.drafts},
             {**self.gained, **later.gained},
+            self.invalid_blocks,
         )
 
     @property

@@ -303,6 +303,7 @@ def main(patch: pytest.MonkeyPatch) -> None:
         profile_dir: Path | None,
         lora_roots: Sequence[Path],
         compiler: None,
+        max_kv_host_bytes: int | None,
     ) -> object:
         faults.strike("make_worker")
         worker = make_worker(

@@ -100,6 +100,7 @@ def worker_config(
     gpu_memory_utilization: float = 0.9,
     kv_cache_memory_bytes: int | None = None,
     kv_cache_dtype: str = "auto",
+    kv_host_memory_bytes: int = 0,
     enable_sleep_mode: bool = False,
     enable_expert_parallel: bool = False,
     enable_return_routed_experts: bool = False,
@@ -134,6 +135,7 @@ def worker_config(
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             kv_cache_dtype=kv_cache_dtype,
+            kv_host_memory_bytes=kv_host_memory_bytes,
         ),
         graph=GraphConfig(),
         lora=lora,
@@ -319,6 +321,7 @@ def scheduler_limits(group: WorkerGroup, loaded: LoadedGroup, **changes: object)
         "num_speculative_tokens": loaded_config.speculative.num_speculative_tokens,
         "makes_drafts": loaded_config.speculative.on_device,
         "routed_experts": loaded.metadata.routed_experts,
+        "num_host_blocks": loaded.num_host_blocks,
         "num_lookahead_tokens": usual_limits(loaded, loaded_config).num_lookahead_tokens,
     }
     return SchedulerLimits(**{**fields, **changes})

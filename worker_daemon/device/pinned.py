@@ -61,20 +61,27 @@ class PinnedBuffer:
         """The same bytes as a tensor [num_bytes]."""
         self._registered = device.type == "cuda"
         if self._registered:
-            _register(self.bytes)
+            page_lock(self.bytes)
 
     def release(self) -> None:
         """Unlock the memory. No copy from it may be in progress. Idempotent."""
         if self._registered:
             self._registered = False
-            _cuda_runtime().cudaHostUnregister(self.bytes.data_ptr())
+            page_unlock(self.bytes)
 
 
-def _register(data: Tensor) -> None:
+def page_lock(data: Tensor) -> None:
+    """Lock host memory for copies by the current device. Raises CapacityError if the host cannot
+    lock that much."""
     code = int(_cuda_runtime().cudaHostRegister(data.data_ptr(), data.numel(), 0))
     if code:
         problem = f"{data.numel()} bytes of host memory cannot be page-locked (CUDA error {code})"
         raise CapacityError(problem, fix="raise the limit of locked memory (ulimit -l)")
+
+
+def page_unlock(data: Tensor) -> None:
+    """Unlock what page_lock has locked."""
+    _cuda_runtime().cudaHostUnregister(data.data_ptr())
 
 
 def _cuda_runtime() -> Any:

@@ -89,6 +89,11 @@ def _lines(plan: GroupPlan) -> Iterator[str]:
         f"kv_cache_memory_bytes for the request: {plan.kv_cache_memory_bytes_request:,}; to fill "
         f"the card, if nothing else ran on it: {plan.kv_cache_memory_bytes_card:,}"
     )
+    if plan.num_host_blocks:
+        yield (
+            f"the host tier: {plan.num_host_blocks:,} blocks, up to "
+            f"{max(rank.host_tier_bytes for rank in ranks):,} bytes of host memory of a rank"
+        )
     yield from _notes()
 
 

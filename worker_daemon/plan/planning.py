@@ -26,6 +26,7 @@ from rpc_schema.kv_cache import (
     bytes_per_block,
     choose_checkpoint_blocks,
     fitting_blocks,
+    fitting_host_blocks,
     longest_requests,
     most_blocks,
     num_checkpoints,
@@ -53,12 +54,14 @@ from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.expert_tensors import is_stack_of_experts
 from worker_daemon.models.partition import check_partition, partition_layers
 from worker_daemon.plan.step_memory import StageWidths, estimate_step_bytes
+from worker_daemon.runner.connectors.host_tier import tier_device_bytes
 from worker_daemon.runner.kv_cache import describe_further, describe_layers, routed_pages
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.worker.draft_model import find_draft, layers_of
 from worker_daemon.worker.resolve import (
     ResolvedModel,
     check_cache,
+    check_host_tier,
     check_lora,
     check_routed_experts,
     check_speculative,
@@ -104,6 +107,8 @@ class RankPlan:
     """Tokens in the blocks other than the null block."""
     num_longest_requests: int
     """Requests of max_model_len tokens that fit into these blocks at once."""
+    host_tier_bytes: int
+    """Host memory of the host tier's num_host_blocks. Exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +162,8 @@ class GroupPlan:
     """The kv_cache_memory_bytes that gives these num_blocks, within requested_bytes."""
     kv_cache_memory_bytes_card: int
     """The kv_cache_memory_bytes that would fill the device, if no other process used it."""
+    num_host_blocks: int
+    """Slots of the host tier, the same on all ranks; 0: there is none."""
     ranks: tuple[RankPlan, ...]
 
 
@@ -177,6 +184,7 @@ def plan_memory(config: WorkerConfig, memory_bytes: int, model_roots: Sequence[P
     check_speculative(config.speculative)
     resolved = _resolve(config.model, model_roots)
     check_routed_experts(resolved, config.scheduler)
+    check_host_tier(config.cache, resolved)
     roots = Roots(model_roots, None)
     found = find_draft(config.speculative, config.model, resolved, roots)
     draft = None if found is None else found[1]
@@ -250,6 +258,11 @@ class _PlannedRanks:
             [rank.kv_specs for rank in sizes], self._layers, resolved.max_model_len
         )
 
+    @property
+    def _num_host_blocks(self) -> int:
+        memory_bytes = self._config.cache.kv_host_memory_bytes
+        return fitting_host_blocks(memory_bytes, self._layers, len(self._sizes))
+
     def plan(self, memory_bytes: int, requested: int) -> GroupPlan:
         length = self._resolved.max_model_len
         ranks = tuple(self._plan_rank(sizes, requested) for sizes in self._sizes)
@@ -282,6 +295,7 @@ class _PlannedRanks:
             kv_cache_memory_bytes_card=self._kv_cache_memory_bytes(
                 self._num_blocks(length, memory_bytes)
             ),
+            num_host_blocks=self._num_host_blocks,
             ranks=ranks,
         )
 
@@ -309,6 +323,7 @@ class _PlannedRanks:
             num_longest_requests=longest_requests(
                 blocks, self._groups, length, self._max_num_batched_tokens
             ),
+            host_tier_bytes=self._num_host_blocks * block_bytes,
         )
 
     def _cut(self, ranks: Sequence[Sequence[KVCacheSpec]]) -> tuple[LayerGroup, ...]:
@@ -361,6 +376,8 @@ class _PlannedRanks:
 
     def _available(self, sizes: _RankSizes, length: int, budget: int) -> int:
         taken = sizes.weights_bytes + sizes.adapter_bytes + self._rotary_table_bytes(sizes, length)
+        if self._num_host_blocks:
+            taken += tier_device_bytes(self._block_bytes(sizes))
         return budget - taken - self._state_bytes(sizes) - self._step_bytes(sizes, length)
 
     def _state_bytes(self, sizes: _RankSizes, num_blocks: int = 0) -> int:

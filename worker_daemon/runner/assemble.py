@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeAlias
 
 import torch
 
@@ -21,6 +22,7 @@ from worker_daemon.layers.cache_spec import KVLayerSpec, StateLayerSpec
 from worker_daemon.lora.adapters import Adapters
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.models.weight_state import WeightState
+from worker_daemon.runner.connectors.interface import KVConnector
 from worker_daemon.runner.cuda_graph import LadderGraphs, StepGraphs
 from worker_daemon.runner.draft_verifier import DraftVerifier
 from worker_daemon.runner.input_batch import InputBuilder, staging_capacity
@@ -61,6 +63,8 @@ from worker_daemon.runner.step_sampler import StepSampler
 from worker_daemon.runner.token_history import SampledTokens, TokenHistory
 from worker_host.draft_counts import DraftCounts
 
+OpenConnector: TypeAlias = Callable[[RequestState], KVConnector]
+
 
 @dataclass(frozen=True, slots=True)
 class RunnerParts:
@@ -89,6 +93,8 @@ class RunnerParts:
     """Outcomes of drafts, on the rank that answers steps."""
     routing: StageRouting | None = None
     """None: the experts of tokens are not kept."""
+    open_connector: OpenConnector | None = None
+    """Opens the KV connector; None: no blocks leave the KV cache."""
 
     @property
     def depth(self) -> int:
@@ -172,6 +178,7 @@ def assemble_runner(
         num_ranks=parallel.world_size,
         waits=waits,
         history=history,
+        connector=None if parts.open_connector is None else parts.open_connector(state),
     )
 
 

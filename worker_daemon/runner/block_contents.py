@@ -1,5 +1,6 @@
 """The contents of KV blocks, as far as a driver has noted them: a hash for each block, for the next
-driver's prefix cache.
+driver's prefix cache. The same for the slots of the host tier, whose notes come with the steps that
+store them.
 
 The rule: a note of a block as of step s holds while the last step that gave the block to a request
 to write to is s or an earlier one. It is checked when a note arrives and again when notes are read,
@@ -13,17 +14,24 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from worker_daemon.contracts.arrays import Int32s, Int64s
+from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
 
 UNKNOWN: Final = 2**63 - 1
 """Takes the place of a step number: the contents of the block are unknown. It is later than any
 step, so no note of the block holds."""
+LAST_STEP: Final = UNKNOWN - 1
+"""A step that is not before any other."""
 _NOT_NOTED: Final = -1
 MAX_RECENT: Final = 64
 """Steps whose writes are gathered: a scattered write to the table takes microseconds, for one block
 or for many."""
 
 Hashes = npt.NDArray[np.uint8]
+
+
+def versioned_tag(tag: bytes, version: int) -> bytes:
+    """Return a tag by which contents of another version of the weights never match."""
+    return version.to_bytes(8, "little") + tag
 
 
 class NotedBlocks(NamedTuple):
@@ -37,8 +45,9 @@ class NotedBlocks(NamedTuple):
 
 class BlockContents:
     """The noted hashes and latest writes of KV blocks. Owned by RequestState. Only the step thread
-    adds steps, only the control thread notes; end_epoch, which rewrites both, runs while the daemon
-    takes no notes. Steps are seqs of one epoch; 0 stands for all earlier ones."""
+    adds steps, only the control thread notes (those of the host tier: the step thread, which alone
+    changes them); end_epoch, which rewrites both, runs while the daemon takes no notes. Steps are
+    seqs of one epoch; 0 stands for all earlier ones."""
 
     def __init__(self, num_blocks: int) -> None:
         self._written_at: Int64s = np.full(num_blocks, UNKNOWN, np.int64)
@@ -120,6 +129,28 @@ class BlockContents:
             holds[:] = False
         block_ids = (np.flatnonzero(holds) + first).astype(np.int32)
         return NotedBlocks(block_ids, self._hashes[block_ids])
+
+    # Step thread, of the host tier.
+
+    def store(self, tag: bytes, block_ids: Int32s, hashes: Hashes, seq: int) -> None:
+        """Record that a step fills blocks [n] with known contents. hashes: [n, bytes of a hash]."""
+        self.write(block_ids, seq)
+        self.note(tag, block_ids, hashes, seq)
+
+    def hold(self, tag: bytes, block_ids: Int32s, hashes: Hashes) -> Bools:
+        """Return [n], True for the blocks that have these contents."""
+        self._settle()
+        if tag != self._tag or hashes.shape[1] != self._hashes.shape[1]:
+            return np.zeros(block_ids.size, np.bool_)
+        is_noted = self._noted_at[block_ids] >= self._written_at[block_ids]
+        same: Bools = is_noted & (self._hashes[block_ids] == hashes).all(axis=1)
+        return same
+
+    @property
+    def num_known(self) -> int:
+        """Number of blocks with known contents. Any thread may read it; it may see a step half
+        applied."""
+        return int(np.count_nonzero(self._noted_at >= self._written_at))
 
     # Both.
 

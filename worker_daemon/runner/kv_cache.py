@@ -48,6 +48,56 @@ class KVMemory(NamedTuple):
     """One for each local layer."""
     further: list[Tensor]
     """[num_blocks, *page shape] of each FurtherPages, by the first group's blocks."""
+    pages: Tensor | None = None
+    """uint8 [tensors, num_blocks, bytes of a page]: the pages of the layers, without a view for
+    each. None: there are none."""
+
+
+class BlockPages:
+    """The KV cache by blocks: all that a rank keeps of a block, as rows of W int32 words. Owned by
+    a KV connector; the memory is the KV cache's."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        """memory: with pages, of a multiple of 4 bytes each."""
+        assert memory.pages is not None, "a rank without pages has no blocks"
+        self.device = memory.pages.device
+        self._layers = memory.pages.view(torch.int32).transpose(0, 1)
+        """[num_blocks, tensors, words of a page]"""
+        self._further = [
+            own.flatten(1).view(torch.uint8).view(torch.int32) for own in memory.further
+        ]
+        """[num_blocks, words of a page] each"""
+        self._num_layer_words = self._layers[0].numel()
+        num_words = self._num_layer_words + sum(own.shape[1] for own in self._further)
+        self.block_bytes = num_words * torch.int32.itemsize
+
+    def gather(self, block_ids: Tensor, rows: Tensor) -> None:
+        """Copy blocks [n] to rows, int32 [n, W]."""
+        own, further = self._split(rows)
+        torch.index_select(self._layers, 0, block_ids, out=own)
+        for pages, target in zip(self._further, further, strict=True):
+            torch.index_select(pages, 0, block_ids, out=target)
+
+    def scatter(self, rows: Tensor, block_ids: Tensor) -> None:
+        """Copy rows, int32 [n, W], to blocks [n], no two of them the same."""
+        own, further = self._split(rows)
+        block_ids = block_ids.long()
+        self._layers.index_copy_(0, block_ids, own)
+        for pages, source in zip(self._further, further, strict=True):
+            pages.index_copy_(0, block_ids, source)
+
+    def poison(self, rows: Tensor, is_bad: Tensor) -> None:
+        """Replace rows [n, W] where is_bad, bool [n]: keys and values by NaN, and further pages,
+        whose values nobody may take for a result, by zeros."""
+        own, further = self._split(rows)
+        own.masked_fill_(is_bad[:, None, None], ALL_BITS)
+        for pages in further:
+            pages.masked_fill_(is_bad[:, None], 0)
+
+    def _split(self, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
+        sizes = [self._num_layer_words, *(own.shape[1] for own in self._further)]
+        own, *further = torch.split(rows, sizes, dim=1)
+        return own.view(-1, *self._layers.shape[1:]), further
 
 
 class FurtherPages(NamedTuple):
@@ -59,6 +109,8 @@ class FurtherPages(NamedTuple):
 
 
 _ROUTED_EXPERTS: Final = "routed_experts"
+ALL_BITS: Final = -1
+"""An int32 that is NaN in every dtype of a KV cache: float32, bfloat16, float16, float8_e4m3fn."""
 
 
 def routed_pages(shape: RoutedExpertsShape | None) -> tuple[FurtherPages, ...]:
@@ -161,7 +213,12 @@ def allocate_kv_caches(
     caches = _states(arena[: config.state_bytes], layers, _num_states(config, max_num_seqs))
     caches |= _pages(arena[config.state_bytes : own_bytes].view(dtype), config, layers)
     memory = [caches[layer.name] for layer in layers]
-    return KVMemory(memory, _further_pages(arena[further_start:], config, further))
+    pages = None
+    if config.size_bytes:
+        pages = arena[config.state_bytes : own_bytes].view(
+            _num_tensors(config), config.num_blocks, -1
+        )
+    return KVMemory(memory, _further_pages(arena[further_start:], config, further), pages)
 
 
 def _further_pages(

@@ -26,8 +26,14 @@ from worker_daemon.distributed.pp import STATUS_OK
 from worker_daemon.models.weight_state import WeightState
 from worker_daemon.raising import raise_caused
 from worker_daemon.runner.adoption import Page, describe_requests
+from worker_daemon.runner.connectors.interface import KVConnector, Loaded
 from worker_daemon.runner.input_batch import InputBuilder
-from worker_daemon.runner.output import PendingOutput, ReplyIdentity, StepReplies
+from worker_daemon.runner.output import (
+    LoadingOutput,
+    PendingOutput,
+    ReplyIdentity,
+    StepReplies,
+)
 from worker_daemon.runner.parts.step_parts import SamplerOutput, StepParts
 from worker_daemon.runner.recompute import plan_passes, read_rows
 from worker_daemon.runner.report import Report
@@ -172,15 +178,17 @@ class ModelRunner:
         num_ranks: int,
         waits: InputWaits | None,
         history: TokenHistory,
+        connector: KVConnector | None = None,
     ) -> None:
         """eager: runs steps until `use`; waits: measures the stage's waits for its input, None on a
-        sole stage."""
+        sole stage; connector: moves blocks before steps, None if none may move."""
         self.state = state
         self.inputs = inputs
         self.eager = eager
         self.waits = waits
         self.history = history
         """Creates results; outlives a link."""
+        self.connector = connector
         self._program: StageProgram = eager
         self._stage = stage
         self._weights = weights
@@ -306,13 +314,17 @@ class ModelRunner:
         state = self.state
         state.give_up_kv(self._stale)
         self._stale.clear()
-        state.contents.end_epoch(state.last_good_seq(self.history.has_confirmed))
+        last_good = state.last_good_seq(self.history.has_confirmed)
+        state.contents.end_epoch(last_good)
+        state.host_contents.end_epoch(last_good)
 
     def before_relink(self, epoch: int) -> None:
         """Forget the contents of all blocks if a step of the epoch may have been cut off on the
         device."""
-        if not self.state.have_all_ended_well(epoch, self.history.has_confirmed):
-            self.state.contents.forget()
+        state, has_confirmed = self.state, self.history.has_confirmed
+        if not state.have_all_ended_well(epoch, has_confirmed):
+            state.contents.forget()
+            state.host_contents.fail(state.last_good_seq(has_confirmed) + 1)
 
     def adopt_requests(self, first_slot: int) -> Page:
         """Roll back steps that are not known to have succeeded, and describe rows from first_slot
@@ -348,7 +360,10 @@ class ModelRunner:
         return self._run(self.state.dummy_step(request.seq), self._identify(request))
 
     def _run(self, step: ScheduledStep, identity: ReplyIdentity) -> PendingOutput | None:
+        loaded: Loaded | None = None
         try:
+            if step.step_values.data and self.connector is not None:
+                loaded = self.connector.begin(step)
             computed = self._stage.forward(self._program, step)
             if step.deferred is not None:
                 later = np.repeat(step.deferred, step.num_samples)
@@ -360,6 +375,8 @@ class ModelRunner:
                 self._unsampled[step.seq] = _Deferred(lost, self._weights.version)
             raise_caused(self._failure(step.seq, error), error)
         self.state.raise_if_failed()
+        if loaded is not None and reply is not None:
+            return LoadingOutput(reply, loaded)
         return reply
 
     def _defer(self, seq: int, step: Unsampled, later: Bools) -> Unsampled:
@@ -399,7 +416,7 @@ class ModelRunner:
             InvalidStepError: no such rows wait, or an extension does not fit.
         """
         state, seq = self.state, request.step_seq
-        step_values = state.parts.check_step(request.extensions, arrays, state.limits)
+        step_values = state.parts.check_later(request.extensions, arrays, state.limits)
         slots, left = state.take_unsampled(seq, request.slots, step_values)
         identity = self._identify(request)
         if seq in self._unsampled:

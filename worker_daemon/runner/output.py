@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from rpc_schema.codec import Frame
@@ -18,6 +19,7 @@ from worker_daemon.device.pinned import download
 from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.pp import STATUS_MISMATCH, STATUS_OK
 from worker_daemon.raising import raise_caused
+from worker_daemon.runner.connectors.interface import Loaded
 from worker_daemon.runner.parts.step_parts import SamplerOutput
 from worker_daemon.runner.report import Report
 from worker_daemon.runner.sample_rows import SampleRows
@@ -312,6 +314,29 @@ class NoTokens:
             weights_version=identity.weights_version,
         )
         return reply, _frames(self._reports, reported)
+
+
+class LoadingOutput:
+    """The output of a step that has loaded blocks: names those whose contents did not match. They
+    are known with the step's result, since its forward pass waits for its loads."""
+
+    def __init__(self, output: PendingOutput, loaded: Loaded) -> None:
+        self._output = output
+        self._loaded = loaded
+
+    @property
+    def is_ready(self) -> bool:
+        """True if result() returns at once."""
+        return self._output.is_ready and self._loaded.is_known
+
+    def result(self) -> tuple[ModelRunnerOutput, Sequence[Frame]]:
+        """Return the reply. Raises as the step's own output does."""
+        reply, frames = self._output.result()
+        invalid = self._loaded.invalid_blocks
+        if invalid.size:
+            raw = invalid.astype("<i4", copy=False).tobytes()
+            reply = structs.replace(reply, invalid_blocks=raw)
+        return reply, frames
 
 
 class _HostCopies:

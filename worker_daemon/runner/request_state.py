@@ -19,7 +19,7 @@ from rpc_schema.extensions import RequestExtension
 from rpc_schema.kv_cache import BlockGroup
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
-from worker_daemon.runner.block_contents import BlockContents
+from worker_daemon.runner.block_contents import LAST_STEP, BlockContents
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.replica_counts import ReplicaCounts
 from worker_daemon.runner.row_counts import FREE_ROW_BLOCKS, RowCounts
@@ -85,6 +85,9 @@ class RequestState:
         self._lockstep = lockstep
         self.contents = BlockContents(limits.num_blocks)
         """Outlives the rows: blocks keep their contents."""
+        self.host_contents = BlockContents(limits.num_host_blocks)
+        """Those of the host tier's slots; they outlive the KV cache's too. Only the step thread
+        notes any."""
 
     @property
     def spare_slot(self) -> int:
@@ -139,7 +142,10 @@ class RequestState:
         return current
 
     def drop_all(self) -> None:
-        """Free every row, and forget a failure: before a new driver, or another use of the rows."""
+        """Free every row, and forget a failure: before a new driver, or another use of the rows.
+        All steps that were accepted have run."""
+        if not self.has_failed:
+            self.host_contents.end_epoch(LAST_STEP)
         self._counts.clear(slice(None))
         self._steady = {}
         self._deferred.clear()
@@ -154,6 +160,7 @@ class RequestState:
         else:
             self.contents.fail(seq)
         self._record.fail(seq)
+        self._drop_failed_stores()
 
     def raise_if_failed(self) -> None:
         """Raise PrecededByError if an earlier step failed and no resynchronization has followed. To
@@ -161,7 +168,14 @@ class RequestState:
         step's changes are missing, and written to any block."""
         if self._record.failed_seq is not None:
             self.contents.forget()
+            self._drop_failed_stores()
             self.check_failure()
+
+    def _drop_failed_stores(self) -> None:
+        """Forget what the failed step and those after it have stored in the host tier: what they
+        stored may never have been computed."""
+        if self._record.failed_seq is not None:
+            self.host_contents.fail(self._record.failed_seq)
 
     def check_failure(self) -> None:
         """Raise PrecededByError if a step failed and no resynchronization has followed."""

@@ -56,6 +56,8 @@ class StepLimits:
     """The last stage makes drafts; otherwise steps bring them."""
     routed_experts: RoutedExpertsShape | None = None
     """Sizes of the experts that requests may ask for; None: they may not."""
+    num_host_blocks: int = 0
+    """Slots of the host tier; 0: there is none."""
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:

@@ -42,6 +42,7 @@ def run_daemon(settings: ProcessSettings) -> int:
             profile_dir=profile_directory(settings),
             lora_roots=settings.lora_roots,
             compiler=compiler,
+            max_kv_host_bytes=settings.max_kv_host_memory_bytes,
         )
         return serve(
             settings,
@@ -73,6 +74,7 @@ def make_worker(
     profile_dir: Path | None = None,
     lora_roots: Sequence[Path] = (),
     compiler: KernelCompiler | None = None,
+    max_kv_host_bytes: int | None = None,
 ) -> WorkerLike:
     """Load torch and make the worker; called on the step thread. Raises ConfigError if there is no
     such device."""
@@ -97,6 +99,7 @@ def make_worker(
         lora_roots=lora_roots,
         find_upload=find_upload,
         compiler=compiler,
+        max_kv_host_bytes=max_kv_host_bytes,
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rpc_schema.config import WorkerConfig
+from rpc_schema.host_tier import HostTierStatus
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.lifecycle import KVCacheAdvice, MemoryTag, TagState
 from worker_daemon.models.weight_state import WeightReport
@@ -48,5 +49,9 @@ class WorkerDescription:
     device; empty without experts."""
     block_contents: BlockContents | None = None
     """None below KV_READY. The control thread takes and reads notes there."""
+    host_contents: BlockContents | None = None
+    """Those of the host tier's slots; None without one."""
+    host_tier: Callable[[], HostTierStatus | None] = lambda: None
+    """Returns the state of the host tier now; None without one."""
     model_names: tuple[str, ...] = ()
     """See ResolvedModel.names."""

@@ -70,6 +70,7 @@ from worker_daemon.worker.model_identity import ModelFiles
 from worker_daemon.worker.resolve import (
     ResolvedModel,
     check_cache,
+    check_host_tier,
     check_lora,
     check_routed_experts,
     check_speculative,
@@ -215,6 +216,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         require_tensorizer("load_format", "tensorizer")
     resolved = roots.resolve(message.model)
     check_routed_experts(resolved, message.scheduler)
+    check_host_tier(message.cache, resolved, in_lockstep=place.parallel.lockstep)
     if not supports(place.device, resolved.dtype):
         problem = "this device does not support this dtype"
         raise config_error("dtype", str(resolved.dtype), problem, "float16")

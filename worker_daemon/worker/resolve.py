@@ -249,6 +249,28 @@ def resolve_cache_dtype(cache: CacheConfig, model: ResolvedModel) -> torch.dtype
     return FP8
 
 
+def check_host_tier(cache: CacheConfig, model: ResolvedModel, *, in_lockstep: bool = False) -> None:
+    """Check that the model's blocks can be kept in host memory, if they are to be. in_lockstep:
+    replicas take each step together.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    size, problem, fix = cache.kv_host_memory_bytes, "", "0"
+    if not size:
+        return
+    if model.decoder.keeps_state:
+        problem = "layers of the model keep a state per request, which host memory does not"
+    elif model.routed_experts is not None:
+        problem = "the experts of tokens would come back unchecked"
+        fix = "0, or leave out enable_return_routed_experts"
+    elif in_lockstep:
+        problem = "replicas in lockstep have no host tier"
+        fix = "0, or replicas with steps of their own"
+    if problem:
+        raise config_error("cache.kv_host_memory_bytes", size, problem, fix)
+
+
 def check_lora(config: LoraConfig) -> None:
     """Raise ConfigError if host memory has room for fewer adapters than device memory."""
     if config.num_cpu_loras < config.max_loras:

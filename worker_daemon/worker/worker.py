@@ -36,6 +36,7 @@ from worker_daemon.device.failures import (
     typed_device_error,
 )
 from worker_daemon.device.health import CheckDevice, open_health
+from worker_daemon.device.host_rows import HostRows
 from worker_daemon.device.init import device_name
 from worker_daemon.device.memory import MemorySource
 from worker_daemon.device.memory_sources import memory_source
@@ -50,6 +51,11 @@ from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.runner.kv_cache import KVMemory
 from worker_daemon.runner.output import PendingOutput
 from worker_daemon.worker.description import WorkerDescription
+from worker_daemon.worker.host_memory import (
+    check_host_memory,
+    host_tier_bytes,
+    open_host_rows,
+)
 from worker_daemon.worker.loading import (
     LoadedModel,
     checkpoint_changed,
@@ -87,11 +93,13 @@ class Worker:
         lora_roots: Sequence[Path] = (),
         find_upload: FindUpload = no_uploads,
         compiler: KernelCompiler | None = None,
+        max_kv_host_bytes: int | None = None,
     ) -> None:
         """Touches no device before init_device. save_root: directory of saved weights; None: saving
         is refused. profile_dir: directory of traces; None: traces are refused. num_threads:
         torch's, if the user set it. lora_roots: directories of LoRA adapters; empty: adapters are
-        refused. compiler: see profile_memory; not closed here."""
+        refused. compiler: see profile_memory; not closed here. max_kv_host_bytes: most host memory
+        of the host tier; None: what the host has free."""
         self._roots = Roots(model_roots, save_root, lora_roots)
         self._saver = Saver(save_root)
         self._profiler = Profiler(profile_dir, self._settle_transfers)
@@ -102,6 +110,9 @@ class Worker:
         self._transfer = WeightTransfer(set_phase)
         self._model_or_none: LoadedModel | None = None
         self._serving_or_none: Serving | None = None
+        self._max_kv_host_bytes = max_kv_host_bytes
+        self._host_rows: HostRows | None = None
+        """The host tier's memory. Like the KV cache it outlives drivers, and ends with a reset."""
 
     @property
     def rank(self) -> int:
@@ -127,6 +138,7 @@ class Worker:
         began = time.monotonic()
         self._set_phase("LOADING", LONG_OPERATION_S)
         opened = self._device.opened
+        check_host_memory(message.cache, self._max_kv_host_bytes)
         with opened.ledger.taking("weights"):
             model = load(message, opened.place, self._roots, self._set_phase)
         self._model_or_none = model
@@ -153,9 +165,10 @@ class Worker:
         found = profile_memory(opened, model, message, self._set_phase, self._compiler)
         check_step_deadline(opened, model, message, self._set_phase)
         override = model.config.cache.kv_cache_memory_bytes
+        available = found.available - host_tier_bytes(model, opened.place.device)
         return lc.DetermineAvailableMemoryReply(
             **self._identity(message),
-            available_bytes=max(0, found.available) if override is None else override,
+            available_bytes=max(0, available) if override is None else override,
             weights_bytes=model.weights_bytes,
             activation_peak_bytes=found.profile.transient,
             requested_bytes=opened.budget_bytes,
@@ -185,6 +198,8 @@ class Worker:
             problem = "the model was loaded for another block size"
             fix = str(model.config.cache.block_size)
             raise config_error("kv_cache_config.block_size", plan.block_size, problem, fix)
+        self._close_host_rows()
+        self._host_rows = open_host_rows(plan, model.config.cache, opened.place.device)
         with opened.ledger.taking("kv_cache"):
             kv = model.allocate_kv_caches(plan, model.memory.make_kv_cache)
         model.attend(is_real=True)
@@ -226,6 +241,8 @@ class Worker:
         """
         began = time.monotonic()
         serving = self._serving
+        if self._host_rows is not None:
+            self._host_rows.stop_pinning()
         if serving.is_warm:
             serving.warm_up_again(message)
         else:
@@ -239,6 +256,8 @@ class Worker:
             self._model.memory.prepare()
             _LOG.info("%d graphs, ready in %.1f s", serving.num_graphs, time.monotonic() - began)
             self._log_memory()
+        if self._host_rows is not None:
+            self._host_rows.pin_ahead()
         serving.runner.state.contents.forget()  # synthetic steps have written to blocks
         seconds = time.monotonic() - began
         return lc.CompileOrWarmUpModelReply(**self._identity(message), seconds=seconds)
@@ -487,6 +506,7 @@ class Worker:
         weights that are about to be replaced."""
         if running == "drop":
             self._forget_cache()
+            self._forget_contents()
             return
         self._forget_contents()
         if running == "recompute" and self._serving_or_none is not None:
@@ -522,8 +542,8 @@ class Worker:
             self._serving_or_none.runner.weights_changed(before)
 
     def _forget_cache(self) -> None:
-        """Drop all requests, and what is known of the blocks' contents: they are lost, or belong
-        to other weights."""
+        """Drop all requests, and what is known of the blocks' contents: they are lost. Those in
+        host memory stay."""
         if self._serving_or_none is not None:
             self._serving_or_none.runner.forget_requests()
             self._serving_or_none.runner.state.contents.forget()
@@ -573,9 +593,11 @@ class Worker:
         return lora.RemoveLoraReply(**self._identity(message), removed=removed)
 
     def _forget_contents(self) -> None:
-        """Forget what blocks contain: hashes may name weights, or an adapter, that change."""
+        """Forget what blocks contain, in host memory too: hashes may name weights, or an adapter,
+        that change."""
         if self._serving_or_none is not None:
             self._serving_or_none.runner.state.contents.forget()
+            self._serving_or_none.runner.state.host_contents.forget()
 
     def list_loras(self, message: lora.ListLoras) -> lora.ListLorasReply:
         """List the adapters in host memory; none for a model without adapters."""
@@ -684,8 +706,12 @@ class Worker:
             serving.before_relink()
         self._profiler.link_left(self._device.leave_link())
         link = self._device.relink(message.rendezvous)
+        if self._host_rows is not None:
+            self._host_rows.stop_pinning()
         if serving is not None:
             serving.rebind_stage(link, restore_graphs=not message.warm_up_follows)
+        if self._host_rows is not None and not message.warm_up_follows:
+            self._host_rows.pin_ahead()
         return Done(**self._identity(message))
 
     def reset(self, message: lc.Reset) -> Done:
@@ -694,6 +720,7 @@ class Worker:
         if self._serving_or_none is not None and message.to != "CREATED":
             with suppress(CommError):  # a lost neighbor no longer needs the messages
                 self._serving_or_none.runner.settle()
+        self._close_host_rows()
         self._serving_or_none = None
         self._transfer.interrupt("the group was reset")
         opened = self._device.opened_or_none
@@ -769,6 +796,7 @@ class Worker:
         rest."""
         self._profiler.end()
         self._transfer.close_engine()
+        self._close_host_rows()
         # Graphs first: NCCL releases a communicator only once no graph holds its kernels.
         self._serving_or_none = None
         if self._model_or_none is not None:
@@ -779,6 +807,7 @@ class Worker:
         """Describe the loaded objects on the device, and the memory by use."""
         opened, model = self._device.opened_or_none, self._model_or_none
         serving = self._serving_or_none
+        tier = serving.host_tier if serving else None
         return WorkerDescription(
             device=self._device.name,
             config=model.config if model else None,
@@ -798,6 +827,8 @@ class Worker:
             input_wait_share=partial(_waiting_share, serving.runner.waits if serving else None),
             expert_loads=model.stage.expert_loads.known.get if model else dict,
             block_contents=serving.runner.state.contents if serving else None,
+            host_contents=serving.runner.state.host_contents if serving else None,
+            host_tier=tier.counts.status if tier else lambda: None,
         )
 
     def _memory_by_kind(self) -> dict[str, int]:
@@ -845,8 +876,24 @@ class Worker:
 
     def _serve(self, plan: KVCacheConfig, kv: KVMemory) -> None:
         self._serving_or_none = Serving(
-            self._device.opened, self._model, plan, kv, self._set_phase, self._find_upload
+            self._device.opened,
+            self._model,
+            plan,
+            kv,
+            self._set_phase,
+            self._find_upload,
+            self._host_rows,
         )
+
+    def _close_host_rows(self) -> None:
+        """Free the memory of the host tier, once no copy is in progress."""
+        if self._host_rows is None:
+            return
+        serving = self._serving_or_none
+        if serving is not None and serving.host_tier is not None:
+            serving.host_tier.settle()
+        self._host_rows.close()
+        self._host_rows = None
 
     def _identity(self, message: StepMessage) -> dict[str, int]:
         return {"epoch": message.epoch, "seq": message.seq, "rank": self.rank}

@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from rpc_schema.host_tier import HostTierStatus
 from rpc_schema.lease import LeaseStatus
 from rpc_schema.lifecycle import Drain, KVCacheAdvice, ReplyDelay, Status
 from worker_client.cli.daemons import connect
@@ -127,6 +128,14 @@ def _advice(advice: KVCacheAdvice) -> str:
     )
 
 
+def _host_tier(tier: HostTierStatus) -> str:
+    return (
+        f"{tier.num_held} of {tier.num_slots} slots held, {tier.size_bytes // MIB} MiB; "
+        f"{tier.num_stored} blocks stored, {tier.num_loaded} loaded, {tier.num_invalid} of these "
+        "invalid"
+    )
+
+
 def _delays(delay: ReplyDelay) -> str:
     return (
         f"the last {delay.num_replies} results were sent within {delay.p50_us:.0f} us (p50), "
@@ -156,6 +165,7 @@ def _block(status: Status) -> str:
         "providers": ", ".join(f"{part} {name}" for part, name in status.providers.items()),
         "memory": _memory(status),
         "kv cache": "" if status.kv_cache is None else held_blocks(status),
+        "host tier": "" if status.host_tier is None else _host_tier(status.host_tier),
         "advice": "" if status.kv_cache_advice is None else _advice(status.kv_cache_advice),
         "experts": _imbalances(status),
         "asleep": ", ".join(asleep),

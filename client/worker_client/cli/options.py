@@ -247,6 +247,10 @@ def build_run_options(
             help="Size of each rank's KV cache, instead of the memory share; `status` advises.",
         ),
     ] = None,
+    kv_host_memory_bytes: Annotated[
+        int,
+        typer.Option(min=0, max=2**63 - 1, help="Each rank's host memory for KV blocks; 0: none."),
+    ] = 0,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
     lora_root: Annotated[
         Path | None, typer.Option(help="Directory of LoRA adapters, for local daemons.")
@@ -353,6 +357,7 @@ def build_run_options(
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             kv_cache_dtype=one_of("kv_cache_dtype", kv_cache_dtype, KVCacheDtype),
+            kv_host_memory_bytes=kv_host_memory_bytes,
         ),
         graph=GraphConfig(enforce_eager=enforce_eager),
         lora=LoraConfig(

@@ -63,6 +63,8 @@ def output_line(
         line["error"] = output.error
     line["num_prompt_tokens"] = output.num_prompt_tokens
     line["num_cached_tokens"] = output.num_cached_tokens
+    if output.num_loaded_tokens:
+        line["num_loaded_tokens"] = output.num_loaded_tokens
     if output.num_drafted:
         line |= {"num_drafted": output.num_drafted, "num_accepted": output.num_accepted}
     return line | _reports(output)

@@ -6,6 +6,7 @@ from typing import Final, TypeAlias
 
 from worker_client.driver_parts.context import DriverContext
 from worker_client.driver_parts.driver_parts import DriverParts
+from worker_client.driver_parts.host_tier import host_tier_parts
 from worker_client.driver_parts.interface import DriverPart
 from worker_client.driver_parts.kept_prefixes import KeptPrefixesPart
 from worker_client.driver_parts.request_uploads import UploadsPart
@@ -24,7 +25,8 @@ class DriverOptions:
     are refused."""
     keeps_prefixes: bool = True
     """Begin with the cached prefixes of earlier drivers, and keep one's own for later ones, if the
-    scheduler can (worker_client.driver_parts.kept_prefixes.RestoringScheduler)."""
+    scheduler can (worker_client.driver_parts.kept_prefixes.RestoringScheduler); likewise with what
+    they have left in the ranks' host memory (host_tier.TieredScheduler)."""
 
 
 MakeParts: TypeAlias = Callable[[DriverContext, DriverOptions], Iterable[DriverPart]]
@@ -35,6 +37,7 @@ DRIVER_PARTS: Final[tuple[MakeParts, ...]] = (
     lambda context, options: structured_parts(context, options.grammars),
     lambda context, options: (WeightsPart(context),),
     lambda context, options: (KeptPrefixesPart(context),) if options.keeps_prefixes else (),
+    lambda context, options: host_tier_parts(context, restores=options.keeps_prefixes),
 )
 
 

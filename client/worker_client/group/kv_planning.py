@@ -11,6 +11,8 @@ from rpc_schema.kv_cache import (
     LayerGroup,
     RankStates,
     UnequalPages,
+    bytes_per_block,
+    fitting_host_blocks,
     longest_request,
     plan_groups,
     request_blocks,
@@ -31,6 +33,22 @@ def choose_num_blocks(fitting: int, asked: int | None) -> int:
         fix = f"ask for at most {fitting}, or leave it out"
         raise KVPlanError(problem, field="num_gpu_blocks", value=asked, fix=fix)
     return asked
+
+
+def choose_host_blocks(memory_bytes: int, groups: Sequence[LayerGroup], num_ranks: int) -> int:
+    """Return the number of slots of the host tier, which all ranks have: as many as fit into
+    memory_bytes of each. 0 without a tier, and for models without a KV cache.
+
+    Raises:
+        KVPlanError: not one block fits.
+    """
+    fitting = fitting_host_blocks(memory_bytes, groups, num_ranks)
+    largest = max(bytes_per_block(groups, rank) for rank in range(num_ranks))
+    if memory_bytes and largest and not fitting:
+        problem = f"a KV block takes {largest} bytes"
+        field = "cache.kv_host_memory_bytes"
+        raise KVPlanError(problem, field=field, value=memory_bytes, fix="more, or 0")
+    return fitting
 
 
 def bytes_for_pages(

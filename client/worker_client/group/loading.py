@@ -28,6 +28,7 @@ from worker_client.errors import ConfigMismatchError, config_error
 from worker_client.group.kv_planning import (
     bytes_for_pages,
     choose_groups,
+    choose_host_blocks,
     choose_num_blocks,
     fit_max_model_len,
 )
@@ -80,6 +81,11 @@ class LoadedGroup:
         """Blocks of the first group from a border to the next; 0: there are no checkpoints of
         states."""
         return self.kv_cache[0].checkpoint_blocks
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Slots of the host tier; 0: there is none."""
+        return self.kv_cache[0].num_host_blocks
 
 
 class Stopwatch:
@@ -301,8 +307,10 @@ class Loader:
             self.config.scheduler.max_num_batched_tokens,
             may_lower=self.fit_max_model_len,
         )
+        host_bytes = self.config.cache.kv_host_memory_bytes
+        num_host_blocks = choose_host_blocks(host_bytes, groups, len(specs))
         plans = tuple(
-            build_kv_cache_config(groups, rank, num_blocks, own, every)
+            build_kv_cache_config(groups, rank, num_blocks, own, every, num_host_blocks)
             for rank, own in enumerate(states)
         )
         if max_model_len != resolved_len:

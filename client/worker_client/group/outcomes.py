@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Protocol
 
+import numpy as np
+
 from rpc_schema.codec import StepReplyMessage
 from rpc_schema.error_replies import ErrorReply
 from rpc_schema.errors import BadFrameError, ErrorCode, WorkerDaemonError, WorkerError
@@ -422,4 +424,10 @@ def _decode_outcome(
     if step is None:
         return StepResult((), (), weights_version=reply.weights_version)
     part = step if isinstance(step, EncodedStep) else step.parts[dp_rank]
-    return decode_reply(part, reply, arrays)
+    result = decode_reply(part, reply, arrays)
+    if reply.invalid_blocks:
+        if len(reply.invalid_blocks) % 4:
+            raise BadFrameError("ModelRunnerOutput.invalid_blocks is no sequence of int32")
+        invalid = np.frombuffer(reply.invalid_blocks, "<i4").tolist()
+        return replace(result, invalid_blocks=invalid)
+    return result

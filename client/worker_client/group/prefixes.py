@@ -76,19 +76,21 @@ class GroupPrefixes:
                     continue  # callers that wait for that rank learn why
         return True
 
-    def get(self, tag: bytes) -> CachedBlocks:
+    def get(self, tag: bytes, *, in_host_tier: bool = False) -> CachedBlocks:
         """Return the blocks with known contents on every rank, as noted by this driver and by
         earlier ones; none if their tag is another. A daemon that was started or loaded since has
         none. For a driver that has prepared the group and not yet sent a step.
 
-        A request may begin with such a block as with any that was filled before.
+        A request may begin with such a block as with any that was filled before. in_host_tier:
+        return slots of the host tier instead, from which a step may load (steps/host_moves.py).
 
         Raises:
             WorkerError: a rank refuses; names the first one.
         """
         self._channel.check_usable()
         epoch = self._channel.epoch
-        ranks = [_read_rank(client, tag, epoch) for client in self._channel.daemons.present]
+        present = self._channel.daemons.present
+        ranks = [_read_rank(client, tag, epoch, in_host_tier) for client in present]
         common = ranks[0]
         for other in ranks[1:]:
             common = _common(common, other)
@@ -145,10 +147,11 @@ def _messages(
         )
 
 
-def _read_rank(client: WorkerClient, tag: bytes, epoch: int) -> CachedBlocks:
+def _read_rank(client: WorkerClient, tag: bytes, epoch: int, in_host_tier: bool) -> CachedBlocks:
     pages, first = [NO_CACHED_BLOCKS], 0
+    ask = partial(cb.GetCachedBlocks, epoch=epoch, block_tag=tag, in_host_tier=in_host_tier)
     while True:
-        build = partial(cb.GetCachedBlocks, epoch=epoch, block_tag=tag, first_block=first)
+        build = partial(ask, first_block=first)
         reply = client.ask(build)
         if reply.hash_bytes and reply.block_ids:
             pages.append(_read_page(reply))

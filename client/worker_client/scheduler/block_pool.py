@@ -1,13 +1,17 @@
 """KV blocks: references, free blocks, and blocks whose contents another request may share."""
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 from rpc_schema.kv_cache import NULL_BLOCK, has_checkpoint
 
 FIRST_BLOCK_ID = 1
 """Block 0 is the workers' null block."""
+
+
+OnEvict: TypeAlias = Callable[[int, int, bytes], None]
+"""Takes a block, its group and the hash of its contents."""
 
 
 class PoolChanges(NamedTuple):
@@ -86,9 +90,16 @@ class BlockPool:
     freed goes first.
     """
 
-    def __init__(self, num_blocks: int, num_groups: int, checkpoint_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        num_groups: int,
+        checkpoint_blocks: int = 0,
+        on_evict: OnEvict | None = None,
+    ) -> None:
         """checkpoint_blocks: blocks of the first group from a border to the next; 0: no block has a
-        checkpoint."""
+        checkpoint. on_evict: is told of each block whose cached contents an allocation takes."""
+        self._on_evict = on_evict
         self._num_refs = [0] * num_blocks
         self._checkpoint_blocks = checkpoint_blocks
         self._sorted = (
@@ -121,6 +132,8 @@ class BlockPool:
             block_id = take(last=False)[0]
             num_refs[block_id] = 1
             if block_id in is_cached:
+                if self._on_evict is not None:
+                    self._on_evict(block_id, self._group_of[block_id], is_cached[block_id])
                 self._forget(block_id)
             block_ids.append(block_id)
         return block_ids

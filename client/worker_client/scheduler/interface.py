@@ -239,6 +239,8 @@ class SchedulerLimits:
     """Target for the time between two tokens of a request, in milliseconds; None: no target."""
     routed_experts: RoutedExpertsShape | None = None
     """Sizes of the experts that requests may ask for; None: they may not."""
+    num_host_blocks: int = 0
+    """Slots of the ranks' host tier; 0: there is none."""
 
     @cached_property
     def bounds(self) -> ModelBounds:
@@ -322,6 +324,7 @@ def scheduler_limits(
         num_lookahead_tokens=_lookahead(config.speculative),
         max_itl_ms=max_itl_ms,
         routed_experts=model.metadata.routed_experts,
+        num_host_blocks=model.num_host_blocks,
     )
 
 

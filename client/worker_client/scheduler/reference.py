@@ -324,6 +324,7 @@ class Scheduler:
             num_drafts=decoded.num_drafts,
             draft_token_ids=brought,
             skip_drafts=self._draft_lengths is not None and not self._draft_lengths.asks,
+            extensions=self._blocks.take_moves() if self._limits.num_host_blocks else (),
         )
 
     def update_from_output(
@@ -332,6 +333,8 @@ class Scheduler:
         """Process the tokens that a step sampled; see SchedulerInterface."""
         ended = self._follow_adapters() if self._adapters.changes or self._aborting else []
         self._end_oldest()
+        if result.invalid_blocks:
+            self._give_up(result.invalid_blocks)
         if result.weights_version != self._sampled_by:
             self._note_weights(result.weights_version)
         done, self._overdue = self._overdue + ended, []
@@ -399,6 +402,14 @@ class Scheduler:
         if self._draft_lengths is not None:
             self._draft_lengths.learn(guesses)
         return done
+
+    def _give_up(self, block_ids: Sequence[int]) -> None:
+        """Compute the requests again that have one of these blocks, whose contents did not match
+        when they were loaded, and what steps in flight sample for them."""
+        invalid = frozenset(block_ids)
+        for request in [*self._queues.running.values()]:
+            if self._blocks.give_up(request, invalid):
+                self._preempt(request)
 
     def _take_outcome(self, request: Request, outcome: DraftOutcome) -> DraftOutcome:
         """Note what has become of a request's drafts. Before the tokens: a request that ends with
@@ -565,6 +576,7 @@ class Scheduler:
         self._note_weights(version.number)
         if self._blocks.use_weights(version.key, self._queues.unfinished.values()):
             self.forget_prefixes()
+            self._blocks.forget_host_tier()
 
     def share_recomputed(self) -> None:
         """Share the blocks of running requests, again; see RecomputingScheduler."""
@@ -629,8 +641,22 @@ class Scheduler:
         """Return what has changed in the prefix cache; see RestoringScheduler."""
         return self._blocks.take_changes()
 
+    @property
+    def has_host_tier(self) -> bool:
+        """True if evicted blocks go to host memory; see TieredScheduler."""
+        return self._blocks.has_host_tier
+
+    def restore_host_tier(self, slots: CachedBlocks) -> int:
+        """Continue with the host memory of an earlier driver; see TieredScheduler."""
+        return self._blocks.restore_host_tier(slots)
+
+    def forget_host_tier(self) -> None:
+        """Drop what is in host memory; see TieredScheduler."""
+        self._blocks.forget_host_tier()
+
     def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
         """Roll back failed steps: lost requests wait again, in order of arrival."""
+        self._blocks.fail_moves(outputs)
         for _ in outputs:
             self._in_flight.pop()
         if self._step_budget is not None:

@@ -48,6 +48,8 @@ class HeldBlocks:
     """Number of leading hashes whose blocks were in the prefix cache at its latest admission."""
     num_cached_tokens: int = -1
     """Prompt tokens found in the prefix cache at the first admission; -1 before that."""
+    num_loaded_tokens: int = 0
+    """Those of them whose KV came from host memory."""
     may_share: bool = True
     """True if it may reuse cached blocks of other requests."""
     root: bytes = b""
@@ -380,6 +382,7 @@ class Request:
             error=error,
             num_drafted=self.drafts.num_drafted,
             num_accepted=self.drafts.num_accepted_of(len(self.tokens)),
+            num_loaded_tokens=self.blocks.num_loaded_tokens,
         )
 
 

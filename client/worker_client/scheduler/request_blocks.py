@@ -7,7 +7,7 @@ step's own included, sees them. It is safe after a failure too: the workers drop
 have to return to a position at which they see such a block.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
 from typing import Final, NamedTuple, TypeAlias
 
@@ -15,9 +15,12 @@ import numpy as np
 
 from rpc_schema.kv_cache import NULL_BLOCK, blocks_behind, blocks_for, most_blocks
 from worker_client.scheduler.block_pool import BlockPool
+from worker_client.scheduler.host_tier import TierSlots, key_of, keys_of
 from worker_client.scheduler.interface import SchedulerLimits
 from worker_client.scheduler.request import Request
+from worker_client.scheduler_output import SchedulerOutput
 from worker_client.steps.cached_blocks import CachedBlocks
+from worker_client.steps.host_moves import HostMoves
 
 _TOKEN_BYTES: Final = 4
 _HASH_BYTES: Final = 16
@@ -26,6 +29,8 @@ _FORMAT: Final = b"worker_client blake2b 2"
 
 Prefix: TypeAlias = Sequence[Sequence[int]]
 """First blocks of a request in each group."""
+IN_HOST_TIER: Final = -1
+"""Takes the place of a block whose contents have to be loaded."""
 
 
 class CachedChanges(NamedTuple):
@@ -56,7 +61,11 @@ class RequestBlocks:
         self._most_tokens = limits.max_num_batched_tokens
         can_share = not limits.keeps_state or self._every > 0
         self._caches_prefixes = limits.enable_prefix_caching and can_share
-        self._pool = BlockPool(limits.num_blocks, len(self._groups), self._every)
+        self._tier: TierSlots | None = None
+        if limits.num_host_blocks and self._caches_prefixes:
+            self._tier = TierSlots(limits.num_host_blocks)
+        on_evict = None if self._tier is None else self._evict
+        self._pool = BlockPool(limits.num_blocks, len(self._groups), self._every, on_evict)
         self._extends_each = self._has_windows or self._every > 0
         """Requests take blocks one request at a time."""
         self._to_remember: list[Request] = []
@@ -117,6 +126,49 @@ class RequestBlocks:
             entry = raw[index * width : (index + 1) * width]
             num_restored += self._pool.restore(entry[-1], block_id, entry[:-1])
         return num_restored
+
+    @property
+    def has_host_tier(self) -> bool:
+        """True if evicted blocks go to host memory."""
+        return self._tier is not None
+
+    def take_moves(self) -> tuple[HostMoves, ...]:
+        """Return what the step that is sent now moves between blocks and host memory."""
+        return () if self._tier is None else self._tier.take_moves(self.tag)
+
+    def restore_host_tier(self, slots: CachedBlocks) -> int:
+        """Take the contents of the slots that an earlier driver has filled; return how many."""
+        return 0 if self._tier is None else self._tier.restore(slots)
+
+    def forget_host_tier(self) -> None:
+        """Drop all contents of host memory."""
+        if self._tier is not None:
+            self._tier.forget_all()
+
+    def fail_moves(self, outputs: Iterable[SchedulerOutput]) -> None:
+        """Drop what failed steps were to store in host memory."""
+        if self._tier is not None:
+            self._tier.fail(outputs)
+
+    def give_up(self, request: Request, block_ids: Collection[int]) -> bool:
+        """Return True if a request has one of these blocks, whose contents were not those that it
+        was to begin with. Neither they, nor what it has computed from them, are shared any more."""
+        first = len(request.blocks.hashes)
+        for stride, own in zip(self._strides, request.blocks.by_group, strict=False):
+            places = (i * stride for i, block_id in enumerate(own) if block_id in block_ids)
+            first = min(first, next(places, first))
+        lost = request.blocks.hashes[first:]
+        self._forget(lost)
+        return bool(lost)
+
+    def _forget(self, hashes: Sequence[bytes]) -> None:
+        self._pool.forget(hashes)
+        if self._tier is not None:
+            self._tier.forget(keys_of(hashes, len(self._groups)))
+
+    def _evict(self, block_id: int, group: int, block_hash: bytes) -> None:
+        assert self._tier is not None, "otherwise nobody asks"
+        self._tier.evict(key_of(group, block_hash), block_id)
 
     def extend(self, request: Request, count: int) -> list[list[int]] | None:
         """Allocate the blocks that a request lacks for its next `count` tokens, and return those of
@@ -199,6 +251,15 @@ class RequestBlocks:
                 length = self._cached_length(group, hashes, length) // unit * unit
             if self._every:
                 length = self._checkpointed_length(hashes, length)
+        prefix = self._prefixes(hashes, length)
+        if self._tier is not None:
+            # A step loads so many; beyond that, half of a prefix is better than none.
+            while sum(own.count(IN_HOST_TIER) for own in prefix) > self._tier.room:
+                length = length // 2 // unit * unit
+                prefix = self._prefixes(hashes, length)
+        return prefix
+
+    def _prefixes(self, hashes: Sequence[bytes], length: int) -> Prefix:
         if not length:
             return self._no_prefix
         return [self._prefix(group, hashes, length) for group in range(len(self._groups))]
@@ -209,9 +270,12 @@ class RequestBlocks:
         group's blocks."""
         stride, blocks = self._strides[group], self._groups[group]
         if blocks.window is None:
-            cached = self._pool.contents(group)
+            cached, tier = self._pool.contents(group), self._tier
             for end in range(stride, most + 1, stride):
-                if hashes[end - 1] not in cached:
+                block_hash = hashes[end - 1]
+                if block_hash not in cached and (
+                    tier is None or key_of(group, block_hash) not in tier
+                ):
                     return end - stride
             return most // stride * stride
         end = most // stride
@@ -240,7 +304,13 @@ class RequestBlocks:
         return [NULL_BLOCK] * behind + [block_id for block_id in found if block_id is not None]
 
     def _find(self, group: int, hashes: Sequence[bytes], index: int) -> int | None:
-        return self._pool.find(group, hashes[(index + 1) * self._strides[group] - 1])
+        """Return the block with the contents at an index, or IN_HOST_TIER; None if neither has
+        them."""
+        block_hash = hashes[(index + 1) * self._strides[group] - 1]
+        block_id = self._pool.find(group, block_hash)
+        if block_id is None and self._tier is not None and key_of(group, block_hash) in self._tier:
+            return IN_HOST_TIER
+        return block_id
 
     def num_cached(self, prefix: Prefix) -> int:
         """Return the number of tokens of a prefix."""
@@ -256,15 +326,19 @@ class RequestBlocks:
         for group, own in zip(self._groups, prefix, strict=True):
             most = most_blocks(len(request.tokens), group, self._most_tokens)
             if own:
-                most = max(0, most - len(own) + own.count(NULL_BLOCK))
-                most += self._pool.num_free_among(own)
+                num_lacking = own.count(NULL_BLOCK) + own.count(IN_HOST_TIER)
+                most = max(0, most - len(own) + num_lacking)
+                most += self._pool.num_free_among([i for i in own if i != IN_HOST_TIER])
             needed += most
         return needed <= num_free
 
     def begin(self, request: Request, prefix: Prefix, count: int) -> None:
         """Give a request the cached blocks that it begins with, and those for `count` tokens."""
-        num_cached, blocks = self.num_cached(prefix), request.blocks
+        num_cached, blocks, num_loaded = self.num_cached(prefix), request.blocks, 0
         if num_cached:
+            if self._tier is not None:
+                num_loaded = prefix[0].count(IN_HOST_TIER) * self._groups[0].block_size
+                prefix = self._load(request, self._tier, prefix)
             self.resume(request, prefix, num_cached)
             blocks.num_remembered = blocks.num_shared = num_cached // self.unit
             self.extend(request, count)
@@ -277,6 +351,30 @@ class RequestBlocks:
             blocks.num_shared = 0
         if blocks.num_cached_tokens < 0:
             blocks.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
+            blocks.num_loaded_tokens = min(num_loaded, request.num_prompt_tokens)
+
+    def _load(self, request: Request, tier: TierSlots, prefix: Prefix) -> Prefix:
+        """Let the next step load what a request begins with and no block has, into blocks that
+        others may share at once; return the prefix with these. They have no reference yet."""
+        hashes, found = request.blocks.hashes, [list(own) for own in prefix]
+        lacking = [
+            (group, index, hashes[(index + 1) * self._strides[group] - 1])
+            for group, own in enumerate(prefix)
+            for index, block_id in enumerate(own)
+            if block_id == IN_HOST_TIER
+        ]
+        # Allocations evict blocks: neither what is there nor what is in host memory may go.
+        for own in prefix:
+            self._pool.hold([i for i in own if i != IN_HOST_TIER])
+        tier.keep(key_of(group, block_hash) for group, _, block_hash in lacking)
+        for group, index, block_hash in lacking:
+            (block_id,) = self._pool.allocate(1)
+            tier.load(key_of(group, block_hash), block_id)
+            self._pool.remember(group, block_id, block_hash)
+            found[group][index] = block_id
+        for block_ids in found:
+            self._pool.release(block_ids)
+        return found
 
     def resume(self, request: Request, by_group: Prefix, num_computed: int) -> None:
         """Give a request the blocks of each group that hold its first tokens."""
@@ -290,6 +388,10 @@ class RequestBlocks:
         for size, own in zip(self._sizes, by_group, strict=True):
             self._pool.forget_blocks(own[num_computed // size :])
         self.resume(request, by_group, num_computed)
+        if self._tier is not None:
+            # Blocks that it had loaded may not have matched, which its former driver alone was
+            # told: then it is computed again.
+            request.blocks.num_shared = num_computed // self.unit
         self.remember(request)
 
     def release(self, request: Request) -> None:
@@ -341,7 +443,7 @@ class RequestBlocks:
     def distrust(self, request: Request) -> bool:
         """Stop other requests from beginning with the blocks of a request whose logits are not
         finite. Return True if it had begun with blocks of others; it will not do so again."""
-        self._pool.forget(request.blocks.hashes)
+        self._forget(request.blocks.hashes)
         num_shared, request.blocks.num_shared = request.blocks.num_shared, 0
         request.blocks.may_share = False
         return num_shared > 0

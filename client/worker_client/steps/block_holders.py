@@ -145,6 +145,15 @@ class BlockHolders:
                     self._emptied[prefix] = False
         self._kept.clear()
 
+    def first_held(self, block_ids: Sequence[int]) -> int | None:
+        """Return the first of these blocks that does not exist, or that a request has."""
+        return next((each for each in block_ids if self._flags_of(each)), None)
+
+    def fill(self, block_ids: Sequence[int]) -> None:
+        """Record that a step fills blocks that no request has, before its forward pass."""
+        if self._emptied is not None:
+            self._emptied[[*block_ids]] = False
+
     def first_emptied(self, block_ids: Sequence[int], row: int | None) -> int | None:
         """Return the first of these blocks that has no contents for a request which has this row,
         or none. They exist."""

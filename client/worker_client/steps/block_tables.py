@@ -2,7 +2,7 @@
 message, the length of each block table, and who may write to which block (block_holders.py)."""
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain, product
 from typing import Any, Literal, NamedTuple
@@ -64,6 +64,8 @@ class CheckedBlocks(NamedTuple):
     prefixes: Sequence[Int32s]
     """For each row of each new request, the blocks that it only reads; empty if there are none, or
     if blocks are not checked."""
+    filled: Sequence[int] = ()
+    """Blocks that the step fills before its forward pass."""
 
 
 NONE_CHECKED = CheckedBlocks(NO_BLOCKS, NO_BLOCKS, ())
@@ -218,6 +220,25 @@ class BlockTables:
         by_group = self._read_step(output, new, slot_of, slot_of_new)
         if isinstance(by_group, StepFault):
             return by_group
+        filled = tuple(each for values in output.extensions for each in values.filled_blocks)
+        if filled:
+            fault = self._filled_fault(filled, ended, num_computed)
+            if fault is not None:
+                return fault
+        given = self._check_given(by_group, new, ended, slot_of, slot_of_new, num_computed, filled)
+        return given if isinstance(given, StepFault) else given._replace(filled=filled)
+
+    def _check_given(
+        self,
+        by_group: Sequence[GivenBlocks],
+        new: Sequence[NewRequest],
+        ended: Sequence[int],
+        slot_of: Mapping[str, int],
+        slot_of_new: Mapping[str, int],
+        num_computed: Int32s,
+        filled: Collection[int],
+    ) -> CheckedBlocks | StepFault:
+        """Check the blocks that requests are given. filled: those that the step fills first."""
         if not by_group:
             return NONE_CHECKED
         blocks = _joined(by_group)
@@ -232,11 +253,28 @@ class BlockTables:
             if fault is None:
                 fault = self._written_fault(self._holders, checked.written, slot_of, slot_of_new)
         if fault is None and checked.prefixes:
-            fault = self._contents_fault(self._holders, new, slot_of) or self._borders_fault(new)
+            fault = self._contents_fault(self._holders, new, slot_of, filled)
+            fault = fault or self._borders_fault(new)
         return fault or checked
+
+    def _filled_fault(
+        self, filled: Sequence[int], ended: Sequence[int], num_computed: Int32s
+    ) -> StepFault | None:
+        """Check that no request which goes on has a block that the step fills."""
+        if self._holders is None:
+            return None
+        self._holders.leave_behind(num_computed)
+        with self._holders.without(ended) if ended else nullcontext():
+            held = self._holders.first_held(filled)
+        if held is None:
+            return None
+        fix = "fill blocks that exist and that no request has"
+        return StepFault("a request has a block that is to be filled", "extensions", held, fix)
 
     def apply(self, checked: CheckedBlocks, slots: Sequence[int]) -> None:
         """Account for the blocks of a checked step, which begins requests in these free slots."""
+        if checked.filled and self._holders is not None:
+            self._holders.fill(checked.filled)
         if slots:
             self._planned = frozenset()
             self._lengths[:, slots] = 0
@@ -412,7 +450,11 @@ class BlockTables:
         return None
 
     def _contents_fault(
-        self, holders: BlockHolders, new: Sequence[NewRequest], slot_of: Mapping[str, int]
+        self,
+        holders: BlockHolders,
+        new: Sequence[NewRequest],
+        slot_of: Mapping[str, int],
+        filled: Collection[int],
     ) -> StepFault | None:
         """Check that the blocks of new requests' computed tokens have contents. slot_of: of the
         requests before the step, which may begin again with their own blocks."""
@@ -422,7 +464,10 @@ class BlockTables:
             num_filled = -(-request.num_computed_tokens // group.block_size)
             slot = slot_of.get(request.req_id)
             row = None if slot is None else number * self._num_slots + slot
-            emptied = holders.first_emptied(_of_group(request, number)[:num_filled], row)
+            own = _of_group(request, number)[:num_filled]
+            if filled:
+                own = [block_id for block_id in own if block_id not in filled]
+            emptied = holders.first_emptied(own, row)
             if emptied is not None:
                 fix = "begin at num_computed_tokens = 0: the KV cache has lost its contents since"
                 return wrong_block(request.req_id, emptied, fix)

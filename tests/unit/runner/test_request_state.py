@@ -74,7 +74,8 @@ def everything(state):
     failure does."""
     state = copied(state, state._checker, state._record)
     assert state.counts is state._counts
-    kept = {k: flatten(v) for k, v in vars(state).items() if k not in (*MEMOS, "parts", "contents")}
+    left_out = (*MEMOS, "parts", "contents", "host_contents")
+    kept = {k: flatten(v) for k, v in vars(state).items() if k not in left_out}
     return kept | {"steps": len(state._record._steps)}
 
 

@@ -246,6 +246,7 @@ def make_fake_worker(
     profile_dir: Path | None = None,
     lora_roots: Sequence[Path] = (),
     compiler: None = None,
+    max_kv_host_bytes: int | None = None,
 ) -> FakeWorker:
     if device == "cuda:9":
         raise errors.ConfigError("no such device", field="device", value=device)

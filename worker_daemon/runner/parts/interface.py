@@ -133,6 +133,8 @@ class StepPart:
     """Extension of requests that use the part; None if requests carry none."""
     step_extension: ClassVar[type[StepExtension] | None] = None
     """Extension of steps that use the part; None if steps carry none."""
+    may_come_later: ClassVar[bool] = True
+    """False if a SampleTokens cannot have the step_extension: it acts before the forward pass."""
     heaviest: ClassVar[RequestExtension | None] = None
     """Extension of requests in the memory profile and in warm-up; None: the part is not
     profiled."""

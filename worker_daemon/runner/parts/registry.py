@@ -20,6 +20,7 @@ from worker_daemon.runner.parts.allowed_tokens import AllowedTokensPart
 from worker_daemon.runner.parts.bad_words import BadWordsPart
 from worker_daemon.runner.parts.full_logprobs import FullLogprobsPart
 from worker_daemon.runner.parts.grammar_masks import GrammarMasksPart
+from worker_daemon.runner.parts.host_tier import HostTierPart
 from worker_daemon.runner.parts.interface import PartContext, StepPart
 from worker_daemon.runner.parts.logit_bias import LogitBiasPart
 from worker_daemon.runner.parts.logits_processors import LogitsProcessorsPart
@@ -42,6 +43,7 @@ from worker_daemon.runner.scheduled_step import StepLimits
 PARTS: Final[tuple[type[StepPart], ...]] = (
     PromptEmbedsPart,  # before the first layer
     ReplayedExpertsPart,
+    HostTierPart,  # acts before the forward pass, by the connector
     LoraPart,
     FullLogprobsPart,  # before all that change logits
     GrammarMasksPart,

@@ -161,7 +161,24 @@ class StepParts:
             own = frames[first : first + extension.num_frames]
             data.append((bit, part.check_step(extension, own, limits)))
             first += extension.num_frames
-        return StepExtensions(sum(bit for bit, _ in data), tuple(data))
+        used = sum(bit for bit, _ in data) & (self.in_sampling | self.in_forward)
+        return StepExtensions(used, tuple(data))
+
+    def check_later(
+        self, extensions: Sequence[StepExtension], frames: Sequence[Frame], limits: StepLimits
+    ) -> StepExtensions:
+        """Check the extensions of a SampleTokens, as check_step does those of a step."""
+        for extension in extensions:
+            member = self._of_step.get(type(extension))
+            if member is not None and not member.part.may_come_later:
+                fix = "send it with the step"
+                raise invalid("extensions", type(extension).__name__, fix)
+        return self.check_step(extensions, frames, limits)
+
+    def step_value(self, kind: type[StepExtension], values: StepExtensions) -> Any | None:
+        """Return what check_step has made of a step's extension of a kind; None if it has none."""
+        member = self._of_step.get(kind)
+        return None if member is None else values.of(member.bit)
 
     def check_drafts(self, step_values: StepExtensions, slots: Int64s, drafts: Int32s) -> None:
         """Check a message's values against the drafts [B] of the slots [B] that it samples. Pure;

@@ -9,6 +9,7 @@ from typing import Final, TypeVar, get_args
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.health import LoadState, ServingState
+from rpc_schema.host_tier import HostTierStatus
 from rpc_schema.lease import LeaseState
 from rpc_schema.version import PROTOCOL_VERSION, SOFTWARE_VERSION
 from worker_daemon.server.metrics import table
@@ -102,6 +103,7 @@ class DaemonReadings:
         return {
             table.KV_BLOCKS: [(("total",), num_blocks), (("held",), held)],
             table.KV_USAGE: _one(min(1.0, held / num_blocks) if num_blocks else 0.0),
+            **_host_tier(status.host_tier),
             table.MEMORY: _by(status.memory_bytes),
             table.UPLOADS: _one(status.upload_bytes),
             table.GRAPHS: _one(int(status.providers.get("graphs", "0"))),
@@ -123,6 +125,20 @@ class DaemonReadings:
             table.BAD_FRAMES: _one(status.num_bad_frames),
             table.AUTH_FAILURES: _one(status.num_refused),
         }
+
+
+def _host_tier(tier: HostTierStatus | None) -> dict[ExportedMetric, list[Reading]]:
+    if tier is None:
+        return {table.HOST_BLOCKS: [], table.HOST_MOVES: []}
+    moves = (
+        ("stored", tier.num_stored),
+        ("loaded", tier.num_loaded),
+        ("invalid", tier.num_invalid),
+    )
+    return {
+        table.HOST_BLOCKS: [(("total",), tier.num_slots), (("held",), tier.num_held)],
+        table.HOST_MOVES: [((kind,), count) for kind, count in moves],
+    }
 
 
 def _one(value: float) -> list[Reading]:

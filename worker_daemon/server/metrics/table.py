@@ -91,6 +91,18 @@ KV_BLOCKS: Final = _gauge(
     "state",
 )
 KV_USAGE: Final = _gauge("kv_usage_ratio", "Held KV blocks over all, 1 at most.")
+HOST_BLOCKS: Final = _gauge(
+    "kv_host_blocks",
+    "Slots for KV blocks in host memory: total, and held by known contents. Absent without any.",
+    "state",
+)
+HOST_MOVES: Final = _counter(
+    "kv_host_moved_blocks",
+    "KV blocks stored in host memory, loaded from there, and loads that were invalid: blocks whose "
+    "contents did not match, or that this rank did not have. Those are computed again. Since the "
+    "KV cache was made.",
+    "kind",
+)
 MEMORY: Final = _gauge(
     "memory_bytes",
     "Memory of the device (or the host) by use, as in `worker-client status --json`, after the "
@@ -131,8 +143,8 @@ POWER: Final = _gauge("gpu_power_watts", "Power of the GPU (NVML).")
 DAEMON_METRICS: Final = (
     *(BUILD_INFO, STATE, RANK, LEASE_EPOCH, LEASE_REMAINING, STARTUP, OPERATION, LOAD_PROGRESS),
     *(STEP, STEP_PHASE, STEPS, STEP_REPLAYS, STEP_REJECTED, ERRORS, INFLIGHT_STEPS, INPUT_WAIT),
-    *(TOKENS, DRAFTED_ROWS, DRAFT_TOKENS, ACCEPTED_TOKENS, REQUESTS, KV_BLOCKS, KV_USAGE, MEMORY),
-    *(UPLOADS, GRAPHS, WEIGHTS_VERSION),
+    *(TOKENS, DRAFTED_ROWS, DRAFT_TOKENS, ACCEPTED_TOKENS, REQUESTS, KV_BLOCKS, KV_USAGE),
+    *(HOST_BLOCKS, HOST_MOVES, MEMORY, UPLOADS, GRAPHS, WEIGHTS_VERSION),
     *(EXPERT_TOKENS, EXPERT_IMBALANCE, WATCHDOG_AGE, OVERDUE, HANGS, COMM_ABORTS, XID, DEGRADED),
     *(BAD_FRAMES, AUTH_FAILURES, UTILIZATION, TEMPERATURE, POWER),
 )

@@ -15,7 +15,7 @@ from rpc_schema.codec import ControlMessage, ControlReplyMessage
 from rpc_schema.kv_cache import NULL_BLOCK
 from worker_daemon.contracts.arrays import Int32s
 from worker_daemon.errors import config_error
-from worker_daemon.runner.block_contents import BlockContents
+from worker_daemon.runner.block_contents import BlockContents, versioned_tag
 from worker_daemon.server.progress import Progress
 
 _ITEM_BYTES = 4
@@ -54,19 +54,21 @@ class CachedBlocksHandler:
         contents.distrust(distrusted)
         if message.weights_version != version:
             return cb.NoteCachedBlocksReply(call=message.call, num_noted=0)
-        tag = _tag(message.block_tag, version)
+        tag = versioned_tag(message.block_tag, version)
         num_noted = contents.note(tag, block_ids, hashes, message.after_seq)
         return cb.NoteCachedBlocksReply(call=message.call, num_noted=num_noted)
 
     def _get_cached_blocks(self, message: cb.GetCachedBlocks) -> ControlReplyMessage:
         self._need_attached(message.epoch)
         contents, version = self._contents()
+        if message.in_host_tier:
+            contents = self._progress.snapshot.description.host_contents
         if contents is None:
             return _no_blocks(message.call)
         first, end = message.first_block, contents.num_blocks
         last = min(end, first + cb.MAX_BLOCKS_AT_ONCE)
         # Steps that are sent but have not run yet may still fill a block that is noted.
-        tag = _tag(message.block_tag, version)
+        tag = versioned_tag(message.block_tag, version)
         noted = contents.noted(tag, first, last, self._progress.last_seq)
         if not noted.block_ids.size and last >= end:
             return _no_blocks(message.call)
@@ -83,11 +85,6 @@ class CachedBlocksHandler:
         description = self._progress.snapshot.description
         weights = description.weights()
         return description.block_contents, 0 if weights is None else weights.version
-
-
-def _tag(of_driver: bytes, version: int) -> bytes:
-    """Return a tag by which blocks of another version of the weights never match."""
-    return version.to_bytes(8, "little") + of_driver
 
 
 def _no_blocks(call: int) -> cb.GetCachedBlocksReply:

@@ -137,6 +137,7 @@ class StatusReport:
                 for layer, counts in snapshot.description.expert_loads().items()
             ),
             model_names=snapshot.description.model_names,
+            host_tier=snapshot.description.host_tier(),
         )
 
     def heartbeat(self) -> lc.Heartbeat:

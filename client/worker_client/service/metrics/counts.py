@@ -47,6 +47,7 @@ class ServiceCounts:
         self.num_prompt_tokens = 0
         self.num_queried_tokens = 0
         self.num_cached_tokens = 0
+        self.num_loaded_tokens = 0
         self.num_generated_tokens = 0
         self.num_preemptions = 0
         self.num_recoveries = 0
@@ -136,6 +137,7 @@ class CountedRequest:
             return
         counts.num_queried_tokens += output.num_prompt_tokens
         counts.num_cached_tokens += output.num_cached_tokens
+        counts.num_loaded_tokens += output.num_loaded_tokens
         counts.prompt_lengths.observe(output.num_prompt_tokens)
         counts.lengths.observe(len(output.token_ids))
         counts.seconds.observe(now - self._began)

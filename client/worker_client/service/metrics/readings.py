@@ -88,6 +88,7 @@ class ServiceReadings:
             table.REQUEST: _one(counts.seconds),
             table.PROMPT_TOKENS: _one(counts.num_prompt_tokens),
             table.CACHED_TOKENS: _one(counts.num_cached_tokens),
+            table.LOADED_TOKENS: _one(counts.num_loaded_tokens),
             table.QUERIED_TOKENS: _one(counts.num_queried_tokens),
             table.GENERATED_TOKENS: _one(counts.num_generated_tokens),
             table.PREEMPTIONS: _one(counts.num_preemptions),

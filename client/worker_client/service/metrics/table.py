@@ -63,6 +63,9 @@ PROMPT_TOKENS: Final = _ours(
 CACHED_TOKENS: Final = _ours(
     "cached_prompt_tokens_total", _COUNTER, "Tokens of prompts that were in the prefix cache."
 )
+LOADED_TOKENS: Final = _ours(
+    "loaded_prompt_tokens_total", _COUNTER, "Those of them whose KV came from host memory."
+)
 QUERIED_TOKENS: Final = _ours(
     "queried_prompt_tokens_total",
     _COUNTER,
@@ -103,8 +106,15 @@ RANK_STATE: Final = _ours(
 
 SERVICE_METRICS: Final = (
     *(BUILD_INFO, READY, STARTUP, RUNNING, WAITING, TAKEN, MOST_TAKEN, OUTCOMES, RESPONSES),
-    *(FIRST_TOKEN, INTER_TOKEN, REQUEST, PROMPT_TOKENS, CACHED_TOKENS, QUERIED_TOKENS),
-    *(GENERATED_TOKENS, DRAFTED_ROWS, DRAFT_TOKENS, ACCEPTED_TOKENS, DRAFTING_CHANGES),
+    *(FIRST_TOKEN, INTER_TOKEN, REQUEST, PROMPT_TOKENS, CACHED_TOKENS, LOADED_TOKENS),
+    *(
+        QUERIED_TOKENS,
+        GENERATED_TOKENS,
+        DRAFTED_ROWS,
+        DRAFT_TOKENS,
+        ACCEPTED_TOKENS,
+        DRAFTING_CHANGES,
+    ),
     *(PREEMPTIONS, KV_USAGE, IN_FLIGHT, FAILED_STEPS, RECOVERIES, RANK_STATE),
 )
 

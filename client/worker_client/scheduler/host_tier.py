@@ -1,0 +1,156 @@
+"""The host tier as the scheduler sees it: which contents are in which slot of the ranks' host
+memory, and what the step that is being planned moves. Every rank does the same moves, so slots are
+the driver's, as blocks are."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+
+from rpc_schema.host_tier import MAX_MOVED_BLOCKS
+from worker_client.scheduler_output import SchedulerOutput
+from worker_client.steps.cached_blocks import CachedBlocks
+from worker_client.steps.host_moves import HostMoves, MovedBlocks
+
+
+class TierSlots:
+    """Slots and their contents, the least recently used first. A key is a block's hash and a byte
+    for its KV group. Owned by RequestBlocks.
+
+    Contents that are loaded stay in their slot: when their block is evicted again, nothing has to
+    be copied.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._slot_of: OrderedDict[bytes, int] = OrderedDict()
+        self._num_slots = num_slots
+        self._num_taken = 0
+        """Slots from here on were never used."""
+        self._unused: list[int] = []
+        """Slots below _num_taken without contents."""
+        self._stores: dict[bytes, tuple[int, int]] = {}
+        """Block and slot of what the next step stores. No step before it may load them."""
+        self._loads: dict[int, tuple[int, bytes]] = {}
+        """Slot and key of what the next step loads, by block."""
+        self._busy: set[int] = set()
+        """Slots that the next step names."""
+
+    @property
+    def room(self) -> int:
+        """Number of blocks that the next step may still load."""
+        return MAX_MOVED_BLOCKS - len(self._loads)
+
+    def __contains__(self, key: bytes) -> bool:
+        """Return True if the next step can load contents."""
+        return key in self._slot_of and key not in self._stores
+
+    def keep(self, keys: Iterable[bytes]) -> None:
+        """Evict none of these contents, which are there, before the next step."""
+        for key in keys:
+            self._slot_of.move_to_end(key)
+            self._busy.add(self._slot_of[key])
+
+    def load(self, key: bytes, block_id: int) -> None:
+        """Load contents that are kept into a block with the next step."""
+        # Of several loads of a block, the last counts.
+        self._loads[block_id] = (self._slot_of[key], key)
+
+    def evict(self, key: bytes, block_id: int) -> None:
+        """Store the contents that a block is about to lose, unless they are there."""
+        if key in self._slot_of:
+            self._slot_of.move_to_end(key)
+            return
+        if block_id in self._loads or len(self._stores) == MAX_MOVED_BLOCKS:
+            return  # it has not got them yet; or the step has enough to do
+        slot = self._take_slot()
+        if slot is not None:
+            self._slot_of[key] = slot
+            self._busy.add(slot)
+            self._stores[key] = (block_id, slot)
+
+    def take_moves(self, tag: bytes) -> tuple[HostMoves, ...]:
+        """Return what the step that is sent now moves."""
+        if not (self._stores or self._loads):
+            return ()
+        keys = tuple(self._stores)
+        blocks, slots = zip(*self._stores.values(), strict=True) if keys else ((), ())
+        stored = MovedBlocks(blocks, slots, keys)
+        sources = self._loads.values()
+        loaded = MovedBlocks(
+            tuple(self._loads), tuple(slot for slot, _ in sources), tuple(key for _, key in sources)
+        )
+        self._forget_plan()
+        return (HostMoves(tag, stored, loaded),)
+
+    def fail(self, outputs: Iterable[SchedulerOutput]) -> None:
+        """Forget what failed steps, and the one that was being planned, were to store."""
+        for key in [*self._stores]:
+            self._remove(key)
+        for key, slot in _stored_by(outputs):
+            if self._slot_of.get(key) == slot:
+                self._remove(key)
+        self._forget_plan()
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Forget contents that cannot be trusted. Call it between steps."""
+        for key in keys:
+            if key in self._slot_of:
+                self._stores.pop(key, None)
+                self._remove(key)
+
+    def forget_all(self) -> None:
+        """Forget all contents."""
+        self.forget([*self._slot_of])
+        self._forget_plan()
+
+    def restore(self, slots: CachedBlocks) -> int:
+        """Take the contents that an earlier driver has left, before the first step; return how
+        many. slots: with their numbers as block ids."""
+        raw, width = slots.hashes.tobytes(), slots.hashes.shape[1]
+        for index, slot in enumerate(slots.block_ids.tolist()):
+            key = raw[index * width : (index + 1) * width]
+            if slot < self._num_slots and key not in self._slot_of:
+                self._slot_of[key] = slot
+        taken = {*self._slot_of.values()}
+        self._num_taken = max(taken, default=-1) + 1
+        self._unused = [slot for slot in range(self._num_taken) if slot not in taken]
+        return len(taken)
+
+    def _take_slot(self) -> int | None:
+        """Return a slot without contents, or that of the least recently used ones; None if the next
+        step names all."""
+        for place in reversed(range(len(self._unused))):
+            if self._unused[place] not in self._busy:
+                return self._unused.pop(place)
+        if self._num_taken < self._num_slots:
+            self._num_taken += 1
+            return self._num_taken - 1
+        for key, slot in self._slot_of.items():
+            if slot not in self._busy:
+                del self._slot_of[key]
+                return slot
+        return None
+
+    def _remove(self, key: bytes) -> None:
+        self._unused.append(self._slot_of.pop(key))
+
+    def _forget_plan(self) -> None:
+        self._stores.clear()
+        self._loads.clear()
+        self._busy.clear()
+
+
+def keys_of(hashes: Sequence[bytes], num_groups: int) -> Iterator[bytes]:
+    """Yield the keys of hashes in all groups."""
+    for group in range(num_groups):
+        yield from (key_of(group, each) for each in hashes)
+
+
+def key_of(group: int, block_hash: bytes) -> bytes:
+    """Return the key of a block's contents."""
+    return block_hash + bytes((group,))
+
+
+def _stored_by(outputs: Iterable[SchedulerOutput]) -> Iterator[tuple[bytes, int]]:
+    for output in outputs:
+        for each in output.extensions:
+            if isinstance(each, HostMoves):
+                yield from zip(each.stored.hashes, each.stored.slots, strict=True)

@@ -1,0 +1,64 @@
+"""The host tier: KV blocks in the host memory of each rank. The driver decides which block is in
+which slot, as it does for blocks of the KV cache, so that all ranks do the same; a daemon keeps
+what each slot holds, and takes nothing back that it has not checked.
+
+Shapes: S blocks to store, L blocks to load.
+"""
+
+from typing import Annotated, Final
+
+from msgspec import Meta
+
+from rpc_schema.base import Count, FramedExtension, Unsigned, Value
+from rpc_schema.cached_blocks import MAX_BLOCK_HASH_BYTES, BlockTag, HashBytes
+
+MAX_MOVED_BLOCKS: Final = 8192
+"""Bound on the blocks that a step stores, and on those that it loads."""
+
+MovedNumbers = Annotated[bytes, Meta(max_length=4 * MAX_MOVED_BLOCKS)]
+"""Little-endian int32: block ids, or slots of the host tier."""
+
+MovedHashes = Annotated[bytes, Meta(max_length=MAX_BLOCK_HASH_BYTES * MAX_MOVED_BLOCKS)]
+"""A hash for each block, all of one length, concatenated."""
+
+
+class HostTierMoves(FramedExtension, frozen=True, tag=2, kw_only=True):
+    """Blocks that a step copies to the host tier and from there, before its forward pass: all
+    stores, then all loads. A block to store has the contents that the steps before have left; a
+    step may give it to a request, or load into it.
+
+    A load whose slot does not hold this hash, of this tag and of the present weights, or whose
+    bytes have changed, fills its block with NaN: requests that read it get NO_TOKEN, on any rank
+    (ModelRunnerOutput.invalid_blocks names those of the rank that answers). What a failed step has
+    stored is not kept.
+    """
+
+    block_tag: BlockTag
+    hash_bytes: HashBytes
+    """Length of each hash."""
+    store_blocks: MovedNumbers = b""
+    """[S] no block twice."""
+    store_slots: MovedNumbers = b""
+    """[S] no slot twice, and none of load_slots."""
+    store_hashes: MovedHashes = b""
+    load_blocks: MovedNumbers = b""
+    """[L] no block twice."""
+    load_slots: MovedNumbers = b""
+    """[L]"""
+    load_hashes: MovedHashes = b""
+
+
+class HostTierStatus(Value, frozen=True, kw_only=True):
+    """A rank's host tier. Counts are since the KV cache was made."""
+
+    num_slots: Count
+    num_held: Count
+    """Slots with known contents."""
+    size_bytes: Unsigned
+    is_pinned: bool
+    """False while its memory is being page-locked, and on the CPU."""
+    num_stored: Unsigned
+    num_loaded: Unsigned
+    """Loads that were asked for, the invalid ones included."""
+    num_invalid: Unsigned
+    """Loads that did not match."""

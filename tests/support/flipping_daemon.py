@@ -1,0 +1,100 @@
+"""`python -m tests.support.flipping_daemon FLIPS_FILE serve ...`: the real daemon, whose host
+memory changes a bit of some blocks just before they are loaded, as a file says: of one of so many,
+and a seed. It writes beside it how many it has changed."""
+
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.forked_daemons import ForkedDaemons
+from worker_daemon.__main__ import main as run_command_line
+from worker_daemon.server import assembly
+
+
+class FlipsFile:
+    """The mailbox between a test and one daemon."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._done = path.with_suffix(".done")
+
+    def put(self, one_of: int, seed: int) -> None:
+        """Change a bit of one of so many loaded blocks, at random, from now on; 0: of none."""
+        draft = self._path.with_suffix(".draft")
+        draft.write_text(json.dumps([one_of, seed]))
+        draft.rename(self._path)
+
+    def get(self) -> tuple[int, int]:
+        """What was put last."""
+        one_of, seed = json.loads(self._path.read_text()) if self._path.exists() else (0, 0)
+        return one_of, seed
+
+    @property
+    def num_done(self) -> int:
+        """Number of blocks that were changed."""
+        return int(self._done.read_text()) if self._done.exists() else 0
+
+    def add_done(self) -> None:
+        """Count a changed block."""
+        self._done.write_text(str(self.num_done + 1))
+
+
+class FlippingDaemons(ForkedDaemons):
+    """Local daemons with a file each."""
+
+    def __init__(self, num_daemons: int, model_root: Path, directory: Path) -> None:
+        self.flips = [FlipsFile(directory / f"{rank}.flips") for rank in range(num_daemons)]
+
+        def command(endpoint: str, device: str, pipe: int) -> Sequence[str]:
+            path = directory / f"{int(endpoint.rpartition('/w')[2])}.flips"
+            entry = (sys.executable, "-m", "tests.support.flipping_daemon", str(path))
+            options = ("serve", "--endpoint", endpoint, "--device", device)
+            roots = ("--model-root", str(model_root), "--exit-with-parent-fd", str(pipe))
+            return (*entry, *options, *roots)
+
+        super().__init__(["cpu"] * num_daemons, model_root, command=command)
+
+
+def main(patch: pytest.MonkeyPatch) -> None:
+    """Run the daemon's own command line with a host tier that changes bits."""
+    flips = FlipsFile(Path(sys.argv.pop(1)))
+    make_worker = assembly.make_worker
+
+    def make_flipping(*args: object, **options: object) -> object:
+        worker = make_worker(*args, **options)
+        from worker_daemon.device.host_rows import HostRows  # torch is loaded here, not before
+        from worker_daemon.runner.connectors.host_tier import HostTier, Moves
+
+        opened: list[HostRows] = []
+        open_rows, begin, rng = HostRows.__init__, HostTier.begin, random.Random()
+
+        def note(self: HostRows, *args: object) -> None:
+            open_rows(self, *args)
+            opened[:] = [self]
+
+        def flip(self: HostTier, step: object) -> object:
+            one_of, seed = flips.get()
+            rng.seed(f"{seed}-{step.seq}")
+            for _, moves in step.step_values.data:
+                for slot in moves.load_slots.tolist() if isinstance(moves, Moves) else ():
+                    if one_of and not rng.randrange(one_of):
+                        row = opened[0].rows[slot]
+                        row[rng.randrange(len(row))] ^= 1 << rng.randrange(8)
+                        flips.add_done()
+            return begin(self, step)
+
+        patch.setattr(HostRows, "__init__", note)
+        patch.setattr(HostTier, "begin", flip)
+        return worker
+
+    patch.setattr(assembly, "make_worker", make_flipping)
+    run_command_line()
+
+
+if __name__ == "__main__":
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        main(monkeypatch)

@@ -1,0 +1,131 @@
+"""The host tier of a rank: every block is what a model of it says, changed bits are found, and a
+step that names what there is not is refused."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from rpc_schema.errors import InvalidStepError
+from tests.support.exhaustive import seeds
+from tests.support.host_moves import (
+    HASH_BYTES,
+    NUM_BLOCKS,
+    NUM_SLOTS,
+    ModelledTier,
+    moves_of,
+)
+from worker_daemon.runner.connectors import host_tier
+from worker_daemon.runner.connectors.checksums import BlockChecksums
+
+CPU = torch.device("cpu")
+HASH = b"h" * HASH_BYTES
+
+
+@pytest.mark.parametrize("seed", seeds(3, of=40))
+def test_blocks_are_what_a_model_of_them_says(seed, monkeypatch):
+    rng = random.Random(seed)
+    # Blocks of 88 bytes: one, two, or all of a step's at once.
+    monkeypatch.setattr(host_tier, "STAGING_BYTES", rng.choice([1, 176, 1 << 20]))
+    tier, num_invalid = ModelledTier(rng, "cpu"), 0
+    for _ in range(120):
+        tier.compute()
+        if tier.slots and rng.random() < 0.2:
+            tier.flip()
+        loaded, invalid = tier.random_step()
+        found = () if loaded is None else loaded.invalid_blocks.tolist()
+        assert sorted(found) == sorted(invalid), seed
+        num_invalid += len(invalid)
+        tier.check()
+    tier.step((), ())  # counts what came before
+    status = tier.tier.counts.status()
+    assert status.num_invalid == num_invalid > 0
+    assert status.num_held == len(tier.slots)
+
+
+def test_every_bit_counts():
+    rows = torch.randint(-(2**31), 2**31, (1, 5), dtype=torch.int64).int()
+    checksums = BlockChecksums(5, 1, CPU)
+    before = checksums.of(rows).item()
+    for word in range(5):
+        for bit in range(32):
+            changed = rows.clone()
+            changed.view(torch.uint8)[0, 4 * word + bit // 8] ^= 1 << bit % 8
+            assert checksums.of(changed).item() != before, (word, bit)
+
+
+def test_words_that_change_places_and_top_bits_that_change_together_are_found():
+    checksums = BlockChecksums(64, 1, CPU)
+    rows = torch.randint(-(2**31), 2**31, (1, 64), dtype=torch.int64).int()
+    before = checksums.of(rows).item()
+    for first in range(63):
+        swapped, flipped = rows.clone(), rows.clone()
+        swapped[0, [first, first + 1]] = rows[0, [first + 1, first]]
+        flipped[0, first : first + 2] ^= -(2**31)
+        assert checksums.of(swapped).item() != before
+        assert checksums.of(flipped).item() != before
+
+
+def test_what_a_failed_step_has_stored_is_not_kept():
+    tier = ModelledTier(random.Random(1), "cpu")
+    tier.step([(1, 0, HASH)], ())
+    tier.step([(2, 1, HASH)], ())
+    tier.state.mark_failed(tier.seq)
+    tier.step([(3, 2, HASH)], ())
+    tier.state.mark_failed(tier.seq)
+    loaded = tier.step((), [(4, 0, HASH), (5, 1, HASH), (6, 2, HASH)])
+    assert loaded.invalid_blocks.tolist() == [5, 6]
+
+
+def test_other_weights_find_nothing():
+    tier = ModelledTier(random.Random(1), "cpu")
+    tier.step([(1, 0, HASH)], ())
+    tier.weights.version = 2
+    assert tier.step((), [(4, 0, HASH)]).invalid_blocks.tolist() == [4]
+
+
+def test_drivers_after_this_one_get_what_is_confirmed():
+    tier = ModelledTier(random.Random(1), "cpu")
+    contents = tier.state.host_contents
+    tier.step([(1, 0, HASH)], ())
+    tier.step([(2, 1, HASH)], ())
+    contents.end_epoch(tier.seq - 1)
+    tag = (1).to_bytes(8, "little") + b"tag"
+    assert contents.noted(tag, 0, NUM_SLOTS, 1 << 40).block_ids.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("moves", "message"),
+    [
+        (moves_of([(0, 0, HASH)]), "store_blocks = 0"),
+        (moves_of([(NUM_BLOCKS, 0, HASH)]), f"store_blocks = {NUM_BLOCKS}"),
+        (moves_of((), [(1, NUM_SLOTS, HASH)]), f"load_slots = {NUM_SLOTS}"),
+        (moves_of((), [(1, -1, HASH)]), "load_slots = -1"),
+        (moves_of([(1, 0, HASH), (1, 1, HASH)]), "store_blocks = 1"),
+        (moves_of([(1, 0, HASH), (2, 0, HASH)]), "store_slots = 0"),
+        (moves_of((), [(3, 0, HASH), (3, 1, HASH)]), "load_blocks = 3"),
+        (moves_of([(1, 4, HASH)], [(2, 4, HASH)]), "load_slots = 4"),
+        (moves_of([(1, 4, HASH[1:])]), "store_hashes = '16 bytes'"),
+        (moves_of([(1, 4, HASH)], store_slots=b""), "store_slots = '0 slots'"),
+        (moves_of(load_blocks=b"abc"), "load_blocks = '3 bytes'"),
+    ],
+)
+def test_moves_that_cannot_be(moves, message):
+    tier = ModelledTier(random.Random(1), "cpu")
+    parts, limits = tier.state.parts, tier.state.limits
+    with pytest.raises(InvalidStepError, match=message):
+        parts.check_step((moves,), (), limits)
+
+
+def test_a_sampling_moves_nothing():
+    tier = ModelledTier(random.Random(1), "cpu")
+    with pytest.raises(InvalidStepError, match="send it with the step"):
+        tier.state.parts.check_later((moves_of(),), (), tier.state.limits)
+
+
+def test_a_step_that_moves_blocks_is_otherwise_as_any():
+    tier = ModelledTier(random.Random(1), "cpu")
+    values = tier.state.parts.check_step((moves_of([(1, 0, HASH)]),), (), tier.state.limits)
+    assert values.used == 0
+    assert np.array_equal(values.data[0][1].store_blocks, [1])

@@ -1,0 +1,109 @@
+"""Order of copies between a device and the host, beside the device's steps. Two staging buffers lie
+between: blocks are gathered into one and leave from there, and arrive in the other, from which they
+are scattered. Gathering and scattering are in the order of the steps; copies to the host and from
+there have a stream each."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class TransferOrder:
+    """For the CPU: whatever is called is done when the call returns."""
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Fill the outgoing buffer in the block, after the steps launched so far, and once what was
+        in it has left."""
+        yield
+
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Copy from the outgoing buffer to the host in the block, after gathering."""
+        yield
+
+    def begin_arrivals(self) -> None:
+        """Let arrivals from now on see what has left so far: call it before this step's
+        gathering."""
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Copy from the host to the incoming buffer in the block, once what was in it is scattered.
+        Does not wait for steps."""
+        yield
+
+    @contextmanager
+    def scattering(self) -> Iterator[None]:
+        """Empty the incoming buffer in the block, after arriving and after the steps launched so
+        far, and before those launched later."""
+        yield
+
+    def mark_arrival(self) -> Callable[[], bool] | None:
+        """Return a function that tells if what arrived so far is on the host too; None: it is."""
+        return None
+
+    def settle(self) -> None:
+        """Wait for all copies."""
+
+
+class CudaTransferOrder(TransferOrder):
+    """For CUDA. Used on the step thread, whose current stream runs the steps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._outgoing = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._incoming = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._left = _event()
+        """The outgoing buffer is empty."""
+        self._scattered = _event()
+        """The incoming buffer is empty."""
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        steps = torch.cuda.current_stream(self._device)
+        steps.wait_event(self._left)
+        yield
+        self._outgoing.wait_stream(steps)
+
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        with torch.cuda.stream(self._outgoing):
+            yield
+        self._left = _event()
+        self._left.record(self._outgoing)
+
+    def begin_arrivals(self) -> None:
+        self._incoming.wait_event(self._left)
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        self._incoming.wait_event(self._scattered)
+        with torch.cuda.stream(self._incoming):
+            yield
+
+    @contextmanager
+    def scattering(self) -> Iterator[None]:
+        steps = torch.cuda.current_stream(self._device)
+        steps.wait_stream(self._incoming)
+        yield
+        self._scattered = _event()
+        self._scattered.record(steps)
+
+    def mark_arrival(self) -> Callable[[], bool] | None:
+        event = _event()
+        event.record(self._incoming)
+        return event.query
+
+    def settle(self) -> None:
+        self._outgoing.synchronize()
+        self._incoming.synchronize()
+
+
+def transfer_order(device: torch.device) -> TransferOrder:
+    """Return the order of copies of a device."""
+    return CudaTransferOrder(device) if device.type == "cuda" else TransferOrder()
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -1,0 +1,74 @@
+"""Opens the host tier's memory, within what the daemon's operator and the host allow."""
+
+import torch
+
+from rpc_schema.config import CacheConfig
+from rpc_schema.errors import CapacityError
+from rpc_schema.kv_cache import KVCacheConfig, RowState
+from worker_daemon.device.backup import RESERVE_BYTES, host_room_bytes
+from worker_daemon.device.host_rows import HostRows
+from worker_daemon.errors import config_error
+from worker_daemon.runner.connectors.checksums import WORD_BYTES
+from worker_daemon.runner.connectors.host_tier import tier_device_bytes
+from worker_daemon.worker.loading import LoadedModel
+
+_FIELD = "cache.kv_host_memory_bytes"
+
+
+def check_host_memory(cache: CacheConfig, most_bytes: int | None) -> None:
+    """Check the size of the host tier against the daemon's bound.
+
+    Raises:
+        ConfigError: the operator allows less.
+    """
+    size = cache.kv_host_memory_bytes
+    if most_bytes is not None and size > most_bytes:
+        problem = "the daemon was started with --max-kv-host-memory-bytes of less"
+        raise config_error(_FIELD, size, problem, f"at most {most_bytes}, or raise that")
+
+
+def open_host_rows(
+    plan: KVCacheConfig, cache: CacheConfig, device: torch.device
+) -> HostRows | None:
+    """Return the memory of a plan's host tier, a row for each slot; None if it has none.
+
+    Raises:
+        ConfigError: the tier is larger than configured, or a page is no whole number of words.
+        CapacityError: the host has too little memory free.
+    """
+    if not plan.num_host_blocks:
+        return None
+    page_sizes = (plan.size_bytes // plan.num_blocks, plan.draft_bytes // plan.num_blocks)
+    block_bytes = sum(page_sizes)
+    size = plan.num_host_blocks * block_bytes
+    if size > cache.kv_host_memory_bytes:
+        problem = (
+            f"that many blocks take {size} bytes, and {_FIELD} is {cache.kv_host_memory_bytes}"
+        )
+        fix = f"at most {cache.kv_host_memory_bytes // max(1, block_bytes)}"
+        field = "kv_cache_config.num_host_blocks"
+        raise config_error(field, plan.num_host_blocks, problem, fix)
+    if not page_sizes[0] or any(size % WORD_BYTES for size in page_sizes):
+        problem = f"pages of {page_sizes[0]} bytes on this rank are no whole number of words"
+        fix = f"a block size whose pages are multiples of {WORD_BYTES} bytes, or 0"
+        raise config_error(_FIELD, cache.kv_host_memory_bytes, problem, fix)
+    room = host_room_bytes() - RESERVE_BYTES
+    if size > room:
+        raise CapacityError(
+            f"the host tier takes {size} bytes, and the host has {max(0, room)} to give",
+            field=_FIELD,
+            value=cache.kv_host_memory_bytes,
+            fix=f"at most {max(0, room)}, or free host memory",
+        )
+    return HostRows(plan.num_host_blocks, block_bytes, device)
+
+
+def host_tier_bytes(model: LoadedModel, device: torch.device) -> int:
+    """Return the most device memory that a model's host tier takes, besides what the memory profile
+    finds; 0 without a tier, and on the CPU, whose memory is not profiled so closely."""
+    cache = model.config.cache
+    if not cache.kv_host_memory_bytes or device.type == "cpu":
+        return 0
+    layers = [spec for spec in model.kv_cache_specs if not isinstance(spec, RowState)]
+    per_token = sum(layer.bytes_per_token for layer in layers)
+    return tier_device_bytes(max(1, cache.block_size * per_token))
