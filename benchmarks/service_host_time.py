@@ -31,6 +31,7 @@ from benchmarks.service import HttpClient, timed
 from benchmarks.vllm_front_end import free_port, write_word_tokenizer
 from benchmarks.workloads import TimedRequest
 from rpc_schema.config import ModelConfig, ParallelConfig, WorkerConfig
+from worker_client.inputs.model_source import ModelSource
 from worker_client.requests import GenerationRequest, RequestOutput
 from worker_client.service import server
 from worker_client.service.engine import ChoicePart, Engine
@@ -111,7 +112,9 @@ def _serve(model: Path, port: int, moments: Path) -> None:
 
     config = WorkerConfig(parallel=ParallelConfig(), model=ModelConfig(model=str(model)))
     with mock.patch.object(server, "Engine", Groupless):
-        server.serve(ServedGroup(model, config), ServiceSettings(port=port, names=("model",)))
+        server.serve(
+            ServedGroup(ModelSource.of(model), config), ServiceSettings(port=port, names=("model",))
+        )
 
 
 class _Clock:

@@ -95,7 +95,9 @@ class ModelConfig(Value, frozen=True, kw_only=True):
 
     model: Annotated[str, Meta(min_length=1, max_length=4096)]
     """Directory in Hugging Face format, under one of the daemon's model roots; with sharded_state
-    and tensorizer the directory of a saved set, under one of them or the save root."""
+    and tensorizer the directory of a saved set, under one of them or the save root. Or a repository
+    and its commit, ORG/NAME@ and 40 hexadecimal digits, in the daemon's hub cache below a model
+    root; a directory of that name has precedence."""
     dtype: Dtype = "auto"
     quantization: Quantization = "auto"
     """auto takes what config.json says. fp8 stores the matrices of the layers of an unquantized

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from rpc_schema.base import (
+    ContentHash,
     ControlReply,
     ControlRequest,
     Count,
@@ -347,6 +348,10 @@ class LoadModel(StepRequest["LoadModelReply"], frozen=True, tag=13, kw_only=True
     speculative: SpeculativeConfig = SpeculativeConfig()
     weights_version: Unsigned | None = None
     """Number of the weights' version. None: that of the saved set, or 0."""
+    content: ContentHash | None = None
+    """Identity of config.json and the weights, if `model` names a repository: SHA-256 over names,
+    sizes and the hub's hashes (model_hub/cache.py). If the daemon's files have another one, nothing
+    is loaded. None: unknown."""
 
 
 class LoadModelReply(StepReply, frozen=True, tag=13, kw_only=True):

@@ -2,7 +2,8 @@
 through the extension in rpc_schema/lora_request.py.
 
 An adapter is a directory in PEFT's format, below one of a daemon's --lora-root directories. Its
-name is its path relative to that root. Every rank keeps its own shard of it.
+name is its path relative to that root, or a repository and its commit as in ModelConfig.model.
+Every rank keeps its own shard of it.
 """
 
 from typing import Annotated

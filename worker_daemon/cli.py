@@ -34,6 +34,7 @@ from worker_daemon.settings import (
     early_log_format,
     journal_stream,
     load_settings,
+    own_environment,
     prepare_environment,
     prepare_kernel_cache,
     read_sources,
@@ -150,6 +151,12 @@ def serve(
     share_gpu: Annotated[
         bool, typer.Option("--share-gpu", help="another daemon may have the same GPU")
     ] = False,
+    allow_download: Annotated[
+        bool,
+        typer.Option(
+            "--allow-download", help="download models that drivers name into the user's hub cache"
+        ),
+    ] = False,
     upload_memory_bytes: Annotated[
         int | None,
         typer.Option(help="host memory for a driver's uploads, at most; default: 2 GiB"),
@@ -242,7 +249,9 @@ def keygen(
 
 @app.command(short_help="Print the memory plan of a group of daemons.")
 def plan(
-    model: Annotated[Path, typer.Option(help="checkpoint directory, Hugging Face format")],
+    model: Annotated[
+        str, typer.Option(help="checkpoint directory, or a repository: ORG/NAME[@REVISION]")
+    ],
     pipeline_parallel_size: Annotated[int, typer.Option(help="pipeline stages")] = 1,
     tensor_parallel_size: Annotated[int, typer.Option(help="ranks of a stage")] = 1,
     layer_partition: Annotated[
@@ -281,7 +290,7 @@ def plan(
         int, typer.Option(help="drafts of a request in a step at most")
     ] = 0,
     speculative_model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="draft_model: the draft model")
+        str | None, typer.Option(help="draft_model: the draft model, named as --model is")
     ] = None,
     device: Annotated[str, typer.Option(help="cuda:N, whose memory size to use")] = "cuda:0",
     memory_bytes: Annotated[
@@ -304,15 +313,17 @@ def plan(
     # Importing torch takes seconds; `serve` does not wait for it either.
     from worker_daemon.plan.plan_report import plan_json, plan_text
     from worker_daemon.plan.planning import (
+        find_model,
         plan_fitted_memory,
         plan_memory,
         read_partition,
-        resolve_directory,
     )
 
     with _exit_codes():
-        directory = resolve_directory(model)
-        draft = None if speculative_model is None else resolve_directory(speculative_model)
+        found = find_model(model, own_environment())
+        draft = None
+        if speculative_model is not None:
+            draft = find_model(speculative_model, own_environment(), field="speculative_model")
         is_fitted = max_model_len == FIT_MAX_MODEL_LEN
         config = WorkerConfig(
             parallel=ParallelConfig(
@@ -323,7 +334,7 @@ def plan(
                 else read_partition(layer_partition),
             ),
             model=ModelConfig(
-                model=str(directory),
+                model=str(found.directory),
                 dtype=dtype,  # type: ignore[arg-type]  # plan_memory checks every value
                 quantization=quantization,  # type: ignore[arg-type]  # as with dtype
                 max_model_len=None if is_fitted else max_model_len,
@@ -345,13 +356,13 @@ def plan(
             speculative=SpeculativeConfig(
                 method=speculative_method,  # type: ignore[arg-type]  # as dtype above
                 num_speculative_tokens=num_speculative_tokens,
-                model=None if draft is None else str(draft),
+                model=None if draft is None else str(draft.directory),
             ),
         )
         total = memory_bytes
         if total is None:
             total = total_memory_bytes(load_nvml(), CudaDevice(device, visible_devices))
         make_plan = plan_fitted_memory if is_fitted else plan_memory
-        roots = [each.parent for each in (directory, draft) if each is not None]
+        roots = [each.root for each in (found, draft) if each is not None]
         made = make_plan(config, total, model_root or roots)
     sys.stdout.write(plan_json(made) + "\n" if as_json else plan_text(made))

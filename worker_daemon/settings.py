@@ -10,7 +10,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Final, TypeAlias
 
+from model_hub.cache import hub_cache
 from rpc_schema.errors import ConfigError
+from worker_daemon.contracts.hub import HubSettings
 from worker_daemon.directories import claim_directory, state_home
 from worker_daemon.errors import config_error
 from worker_daemon.logs import LEVELS
@@ -38,6 +40,7 @@ KEYS: Final = (
     "data-interface",
     "gpu-lock-dir",
     "share-gpu",
+    "allow-download",
     "upload-memory-bytes",
     "max-kv-host-memory-bytes",
     "metrics-listen",
@@ -124,6 +127,8 @@ class ProcessSettings:
     """Directory of the locks of this host's GPUs; None: the default."""
     share_gpu: bool
     """True if another daemon may have the same GPU."""
+    allow_download: bool
+    """True if models that drivers name may be downloaded into the user's hub cache."""
     upload_memory_bytes: int
     """Limit on host memory for a driver's uploads."""
     max_kv_host_memory_bytes: int | None
@@ -285,6 +290,11 @@ def user_threads() -> int | None:
     return int(first) if first.isascii() and first.isdecimal() and int(first) else None
 
 
+def hub_settings(settings: ProcessSettings) -> HubSettings:
+    """Return where models by name are found: huggingface_hub's environment decides."""
+    return HubSettings(hub_cache(os.environ), settings.allow_download, os.environ)
+
+
 def visible_devices() -> str | None:
     """Return CUDA_VISIBLE_DEVICES if set; the N of cuda:N is an index into it."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -381,6 +391,7 @@ def build_settings(given: Given) -> ProcessSettings:
         exit_with_parent_fd=_file_descriptor(given),
         gpu_lock_dir=_path(given, "gpu-lock-dir"),
         share_gpu=_switch(given, "share-gpu"),
+        allow_download=_switch(given, "allow-download"),
         upload_memory_bytes=_bytes(given, "upload-memory-bytes", DEFAULT_UPLOAD_MEMORY_BYTES),
         max_kv_host_memory_bytes=_most_bytes(given, "max-kv-host-memory-bytes"),
         metrics_listen=_text(given, "metrics-listen", ""),

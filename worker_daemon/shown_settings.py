@@ -11,6 +11,7 @@ from worker_host.plain_text import printable
 
 _DEFAULTS: Final[Mapping[str, str | int | bool]] = {
     "share-gpu": False,
+    "allow-download": False,
     "upload-memory-bytes": DEFAULT_UPLOAD_MEMORY_BYTES,
     "reset-epoch": False,
     "log-level": "info",

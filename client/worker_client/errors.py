@@ -8,6 +8,7 @@ ClientError
  |   +- ConfigMismatchError       the daemons hold another configuration: names the differing fields
  |   +- ContentMismatchError      ranks, or disk and ranks, hold other weights or another adapter
  |   +- KVPlanError               the KV cache cannot hold what was asked for
+ |   +- HubModelError             a repository's name does not lead to files: `fault` says why
  |   |- RequestError              one request or input line: names line, field, value and fix
  |   `- OutputError               output of a command could not be written completely
  +- InvalidSchedulerOutput    a scheduler broke a rule: names request, field, value and fix
@@ -36,6 +37,7 @@ ClientError
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from model_hub.faults import HubError
 from rpc_schema.error_replies import ControlErrorReply, ErrorReply
 from rpc_schema.errors import (
     ErrorCode,
@@ -112,6 +114,14 @@ class ContentMismatchError(ClientConfigError):
 
 class KVPlanError(ClientConfigError):
     """The KV cache cannot hold the requested blocks or context."""
+
+
+class HubModelError(ClientConfigError):
+    """A model or adapter cannot be had by its repository's name; `fault` is the cause."""
+
+    def __init__(self, error: HubError, field: str) -> None:
+        super().__init__(error.problem, field=field, value=error.name, fix=error.fix)
+        self.fault = error.fault
 
 
 class RequestError(ClientConfigError):

@@ -77,7 +77,8 @@ class LocalDaemons:
         model_root: Path,
         *,
         lora_root: Path | None = None,
-        draft_model: str | None = None,
+        draft_root: Path | None = None,
+        adapter_cache: Path | None = None,
         ready_timeout_s: float = READY_TIMEOUT_S,
         command: Command | None = None,
         start_process: StartProcess = subprocess.Popen,
@@ -85,7 +86,7 @@ class LocalDaemons:
         """Start a daemon for each device ("cpu", "cuda:0", ...) and wait until all answer.
 
         model_root: the directory that they may read models under; lora_root: that of LoRA adapters;
-        draft_model: the directory of a draft model, which they may read too.
+        draft_root: that of a draft model; adapter_cache: a hub cache with adapters.
         command: command line to use instead of `python -m worker_daemon serve` with this
             interpreter.
         start_process: what starts them.
@@ -100,8 +101,9 @@ class LocalDaemons:
         self._daemons: list[_Daemon] = []
         self._reaper, self._reaper_pipe = _start_reaper(self.directory)
         roots = ["--model-root", str(model_root)]
-        roots += [] if draft_model is None else ["--model-root", draft_model]
-        roots += [] if lora_root is None else ["--lora-root", str(lora_root)]
+        roots += [] if draft_root is None else ["--model-root", str(draft_root)]
+        for root in (lora_root, adapter_cache):
+            roots += [] if root is None else ["--lora-root", str(root)]
         self._command = command or serve_command(*roots)
         self._start_process = start_process
         began = time.monotonic()

@@ -278,6 +278,7 @@ class WorkerGroup:
         reload: bool = False,
         weights_version: int | None = None,
         state_checkpoints: bool = True,
+        content: bytes | None = None,
         on_progress: Callable[[RankProgress], None] | None = None,
     ) -> LoadedGroup:
         """Make the group ready to serve `config`; returns at once if it is loaded already. Requests
@@ -288,6 +289,7 @@ class WorkerGroup:
         weights_version: number of the weights' version if they are loaded now. None: that of the
         saved set, or 0. state_checkpoints: False for a scheduler that does not know borders
         (LoadedGroup.checkpoint_blocks): models whose layers keep states get no checkpoints.
+        content: what the files of a repository must be (ModelSource.content); None: anything.
 
         Raises:
             ConfigMismatchError: something else is loaded, and reload is False; names the fields.
@@ -324,6 +326,7 @@ class WorkerGroup:
             self.ranks[0],
             weights_version,
             state_checkpoints,
+            content,
         )
         model = loader.load(self.get_status())
         self._channel.links.step_deadline_s = deadline_s

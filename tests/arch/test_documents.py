@@ -13,7 +13,16 @@ LIVING += (ROOT / "docs").glob("*.md")
 DOCUMENTS = [*LIVING, ROOT / "CHANGELOG.md"]
 DOCUMENTS += [path for name in ("benchmarks", "tests") for path in (ROOT / name).rglob("*.md")]
 BASES = (ROOT, ROOT / "worker_daemon", ROOT / "client" / "worker_client")
-SOURCES = ("worker_daemon", "worker_host", "client", "rendezvous", "rpc_schema", "tests", "docker")
+SOURCES = (
+    "worker_daemon",
+    "worker_host",
+    "client",
+    "model_hub",
+    "rendezvous",
+    "rpc_schema",
+    "tests",
+    "docker",
+)
 MAX_ARCHITECTURE_WORDS = 1000
 MAX_COLUMNS = 110
 LONE_LINK = re.compile(r"\s*(?:[-*]|\d+\.)?\s*(?:<https?:\S+>|\[[^\]]*\]\(\S+\))[.,;:]?")

@@ -9,7 +9,14 @@ from typing import Literal, NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("rendezvous", "rpc_schema", "client/worker_client", "worker_daemon", "worker_host")
+PACKAGES = (
+    "model_hub",
+    "rendezvous",
+    "rpc_schema",
+    "client/worker_client",
+    "worker_daemon",
+    "worker_host",
+)
 
 TRITON = "Triton takes long to import, and a daemon on the CPU does without"
 TORCH = "torch takes seconds to import, for which no command and no socket should wait"

@@ -52,7 +52,7 @@ def test_packages_import_all_that_they_require():
     for module, distributions in importlib.metadata.packages_distributions().items():
         for distribution in distributions:
             modules[canonicalize_name(distribution)].add(module)
-    folders = ("rendezvous", "rpc_schema", "client", "worker_daemon", "worker_host")
+    folders = ("model_hub", "rendezvous", "rpc_schema", "client", "worker_daemon", "worker_host")
     files = [path for name in folders for path in (ROOT / name).rglob("*.py")]
     imported = {module for path in files for module in imports_of(path)}
     for requirement in map(Requirement, required):

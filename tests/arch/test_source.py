@@ -9,7 +9,7 @@ from rpc_schema import step
 from worker_daemon.contracts import layer_ops
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("rendezvous", "rpc_schema", "client", "worker_daemon", "worker_host")
+PACKAGES = ("model_hub", "rendezvous", "rpc_schema", "client", "worker_daemon", "worker_host")
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 BANNED_IMPORTS = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}

@@ -8,7 +8,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(
     path
-    for package in ("rendezvous", "rpc_schema", "client", "worker_daemon", "worker_host")
+    for package in (
+        "model_hub",
+        "rendezvous",
+        "rpc_schema",
+        "client",
+        "worker_daemon",
+        "worker_host",
+    )
     for path in (ROOT / package).rglob("*.py")
 )
 DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]

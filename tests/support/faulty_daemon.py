@@ -21,6 +21,7 @@ import pytest
 from tests.support.forked_daemons import ForkedDaemons
 from worker_client.launcher import READY_TIMEOUT_S
 from worker_daemon.__main__ import main as run_command_line
+from worker_daemon.contracts.hub import HubSettings
 from worker_daemon.contracts.uploads import FindUpload
 from worker_daemon.device.gpu_faults import Fault as GpuFault
 from worker_daemon.device.gpu_faults import fault_of
@@ -303,6 +304,7 @@ def main(patch: pytest.MonkeyPatch) -> None:
         profile_dir: Path | None,
         lora_roots: Sequence[Path],
         compiler: None,
+        hub: HubSettings,
         max_kv_host_bytes: int | None,
     ) -> object:
         faults.strike("make_worker")

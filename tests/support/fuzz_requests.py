@@ -32,6 +32,7 @@ from worker_client.driver import Driver
 from worker_client.driver_parts.request_uploads import RequestUploads, UploadsPart
 from worker_client.errors import RequestError
 from worker_client.inputs.host_tensor import HostTensor
+from worker_client.inputs.model_source import ModelSource
 from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.service.access import KeyCheck
 from worker_client.service.admission import Admission
@@ -447,7 +448,7 @@ def fuzz_count(is_enough: Callable[[int], bool], seed: int) -> dict[str, object]
         (model / "chat_template.jinja").write_text(TEMPLATE)
         with ForkedDaemons(["cpu"], directory) as daemons:
             config = worker_config(model, max_model_len=128)
-            plan = ServedGroup(model, config, tuple(daemons.endpoints))
+            plan = ServedGroup(ModelSource.of(model), config, tuple(daemons.endpoints))
             with contextlib.closing(OpenedEngine(plan, ServiceSettings())) as engine:
                 fuzzer = asyncio.run(_fuzz(engine, daemons.pids, is_enough, seed))
     finally:

@@ -8,11 +8,19 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-PACKAGES: Final = ("rendezvous", "rpc_schema", "worker_client", "worker_daemon", "worker_host")
+PACKAGES: Final = (
+    "model_hub",
+    "rendezvous",
+    "rpc_schema",
+    "worker_client",
+    "worker_daemon",
+    "worker_host",
+)
 """Packages in the wheel, by import name."""
 
 _FILES: Final = ("pyproject.toml", "README.md", "LICENSE")
 _DIRECTORIES: Final = (
+    "model_hub",
     "rendezvous",
     "rpc_schema",
     "client",

@@ -8,16 +8,22 @@ largest step is an estimate (plan/step_memory.py). Blocks are counted as the dri
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
 
+from model_hub.cache import hub_cache
+from model_hub.faults import HubError, HubFault
+from model_hub.fetching import fetch
+from model_hub.names import read_name
+from model_hub.needed_files import NeededPart
 from rpc_schema.config import ModelConfig, WorkerConfig, read_layer_partition
-from rpc_schema.errors import CapacityError, CheckpointError
+from rpc_schema.errors import CapacityError, CheckpointError, ConfigError
 from rpc_schema.kv_cache import (
     KVCacheSpec,
     LayerGroup,
@@ -207,14 +213,38 @@ def plan_fitted_memory(
     return plan_memory(msgspec.structs.replace(config, model=model), memory_bytes, model_roots)
 
 
-def resolve_directory(model: Path) -> Path:
-    """Return the model's directory with symbolic links resolved. Raises ConfigError if it is not a
-    path."""
+class PlannedModel(NamedTuple):
+    """The place of a model that is planned."""
+
+    directory: Path
+    """Directory of its config.json, with symbolic links resolved."""
+    root: Path
+    """The directory that its files do not lead out of."""
+
+
+def find_model(model: str, environment: Mapping[str, str], *, field: str = "model") -> PlannedModel:
+    """Find a model by a directory, which has precedence, or by a repository of the hub, whose small
+    files are downloaded.
+
+    Raises:
+        ConfigError: it is not a path, or not the name of a repository.
+        CheckpointError: the repository cannot be read.
+    """
     try:
-        return model.resolve()
+        name = None if Path(model).is_dir() else read_name(model)
+        if name is None:
+            directory = Path(model).resolve()
+            return PlannedModel(directory, directory.parent)
+        cache = hub_cache(environment)
+        if cache is None:
+            raise config_error(field, model, "this user has no hub cache", "set HF_HOME")
+        return PlannedModel(fetch(name, cache, NeededPart.TEXTS, environment).directory, cache)
+    except HubError as error:
+        kind = ConfigError if error.fault in (HubFault.NAME, HubFault.EXTRA) else CheckpointError
+        raise kind(error.problem, field=field, value=model, fix=error.fix) from None
     except (OSError, RuntimeError, ValueError) as error:  # a symlink loop
         fix = "name a directory"
-        raise config_error("model", str(model), f"this is not a path: {error}", fix) from None
+        raise config_error(field, model, f"this is not a path: {error}", fix) from None
 
 
 def read_partition(text: str) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+from worker_daemon.contracts.hub import NO_HUB, HubSettings
 from worker_daemon.contracts.uploads import FindUpload
 from worker_daemon.device import fault_watch, gauges, nvml
 from worker_daemon.device.fault_watch import FaultWatch
@@ -18,6 +19,7 @@ from worker_daemon.server.daemon import serve
 from worker_daemon.server.dispatch import RendezvousServerLike, WorkerLike
 from worker_daemon.settings import (
     ProcessSettings,
+    hub_settings,
     prepare_environment,
     prepare_flight_recorder,
     prepare_waiting,
@@ -41,6 +43,7 @@ def run_daemon(settings: ProcessSettings) -> int:
             save_root=settings.save_root,
             profile_dir=profile_directory(settings),
             lora_roots=settings.lora_roots,
+            hub=hub_settings(settings),
             compiler=compiler,
             max_kv_host_bytes=settings.max_kv_host_memory_bytes,
         )
@@ -74,6 +77,7 @@ def make_worker(
     profile_dir: Path | None = None,
     lora_roots: Sequence[Path] = (),
     compiler: KernelCompiler | None = None,
+    hub: HubSettings = NO_HUB,
     max_kv_host_bytes: int | None = None,
 ) -> WorkerLike:
     """Load torch and make the worker; called on the step thread. Raises ConfigError if there is no
@@ -99,6 +103,7 @@ def make_worker(
         lora_roots=lora_roots,
         find_upload=find_upload,
         compiler=compiler,
+        hub=hub,
         max_kv_host_bytes=max_kv_host_bytes,
     )
 

@@ -89,10 +89,14 @@ def draft_layers(draft: DraftModel | None) -> tuple[FurtherPages, ...]:
 
 
 def find_draft(
-    config: SpeculativeConfig, target: ModelConfig, resolved: ResolvedModel, roots: Roots
+    config: SpeculativeConfig,
+    target: ModelConfig,
+    resolved: ResolvedModel,
+    roots: Roots,
+    set_phase: SetPhase | None = None,
 ) -> tuple[ModelConfig, ResolvedModel] | None:
     """Find the draft model of a target, and check that they fit each other; None if drafts have
-    another source.
+    another source. set_phase: gets the progress of a download.
 
     Raises:
         ConfigError: it cannot draft for the target.
@@ -110,7 +114,7 @@ def find_draft(
         enable_expert_parallel=False,
     )
     with _naming(config.model):
-        found = roots.resolve(own)
+        found = roots.resolve(own, set_phase)
     _check_pair(config.model, found, resolved)
     return own, found
 

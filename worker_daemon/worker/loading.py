@@ -1,9 +1,8 @@
 """Loads a model for a LoadModel request, and again in place. The model belongs to the worker."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 
 import torch
 from msgspec import structs
@@ -74,7 +73,6 @@ from worker_daemon.worker.resolve import (
     check_lora,
     check_routed_experts,
     check_speculative,
-    confine_directory,
     resolve_cache_dtype,
 )
 from worker_daemon.worker.sleep_memory import HeldStage, TaggedMemory, open_memory
@@ -214,7 +212,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
     processors = find_logits_processors(message.scheduler.logits_processors)
     if message.model.load_format == "tensorizer":
         require_tensorizer("load_format", "tensorizer")
-    resolved = roots.resolve(message.model)
+    resolved = roots.resolve(message.model, set_phase, message.content)
     check_routed_experts(resolved, message.scheduler)
     check_host_tier(message.cache, resolved, in_lockstep=place.parallel.lockstep)
     if not supports(place.device, resolved.dtype):
@@ -223,7 +221,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
     has_fp8_cache = _has_fp8_cache(message.cache, resolved, place.device)
     if resolved.saved is not None:
         resolved.saved.check(_group_shape(resolved, place), resolved.decoder)
-    found = find_draft(message.speculative, message.model, resolved, roots)
+    found = find_draft(message.speculative, message.model, resolved, roots, set_phase)
     draft = None if found is None else build_draft(found, place)
     if draft is not None:
         draft.check_files()
@@ -303,24 +301,17 @@ def _make_adapters(
         HostStore(config.num_cpu_loras),
         DeviceSlots(slots),
         AdapterReader(
-            lambda name: files.read(_adapter_directory(name, roots.lora_roots)),
-            lambda name, loaded: _adapter_changed(name, loaded, roots.lora_roots),
+            lambda name: files.read(roots.adapter(name, may_download=True)),
+            lambda name, loaded: _adapter_changed(name, loaded, roots),
         ),
     )
 
 
-def _adapter_directory(name: str, roots: Sequence[Path]) -> Path:
-    if not roots:
-        problem = "this daemon has no directory of LoRA adapters"
-        raise config_error("adapter", name, problem, "start it with --lora-root")
-    return confine_directory(name, roots, "adapter", "--lora-root")
-
-
-def _adapter_changed(name: str, loaded: SourceIdentity, roots: Sequence[Path]) -> bool:
+def _adapter_changed(name: str, loaded: SourceIdentity, roots: Roots) -> bool:
     """Return True if an adapter's files have changed. Files that are gone do not count: nothing
     else could be loaded."""
     try:
-        directory = _adapter_directory(name, roots)
+        directory = roots.adapter(name, may_download=False)
     except WorkerError:
         return False
     return adapter_stamps(directory) not in (loaded.stamps, NO_STAMPS)
@@ -347,7 +338,7 @@ def reload(
         ConfigError: the directory lies outside the roots, or holds another model.
         CheckpointError: its files are missing, truncated, or do not match config.json.
     """
-    resolved = roots.resolve(config)
+    resolved = roots.resolve(config, set_phase)
     _check_same_model(resolved.decoder, model.resolved.decoder)
     if resolved.saved is not None:
         resolved.saved.check(_group_shape(model.resolved, place), resolved.decoder)

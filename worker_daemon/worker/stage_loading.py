@@ -3,15 +3,19 @@ draft model have in common."""
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from msgspec import structs
 
+from model_hub.needed_files import NeededPart
 from rpc_schema.config import ModelConfig, ParallelConfig
 from worker_daemon.backend import Backend
+from worker_daemon.contracts.hub import NO_HUB, HubSettings
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import TensorParallel
+from worker_daemon.errors import config_error
 from worker_daemon.layers.attention import AttentionSpec, HeadSizes, NullAttention
 from worker_daemon.layers.attention_choice import ChosenAttention, choose_attention
 from worker_daemon.layers.prompt_providers import ScoreKind
@@ -31,7 +35,13 @@ from worker_daemon.models.weights import (
 )
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.settings import prepared_kernel_cache
-from worker_daemon.worker.resolve import ResolvedModel, resolve_config, resolve_model
+from worker_daemon.worker.hub_models import HubModels
+from worker_daemon.worker.resolve import (
+    ResolvedModel,
+    confine_directory,
+    resolve_config,
+    resolve_model,
+)
 
 _LOG = logging.getLogger(__name__)
 _PROGRESS_EVERY_S = 1.0
@@ -59,19 +69,48 @@ class Roots:
     """Saved sets may be there too."""
     lora_roots: Sequence[Path] = ()
     """Directories of LoRA adapters; none: adapters are refused."""
+    hub: HubSettings = NO_HUB
 
-    def resolve(self, config: ModelConfig) -> ResolvedModel:
-        """Find a model. Raises ConfigError and CheckpointError as resolve_model does."""
-        return resolve_model(config, self._of(config))
+    def resolve(
+        self, config: ModelConfig, set_phase: SetPhase | None = None, content: bytes | None = None
+    ) -> ResolvedModel:
+        """Find a model, and download it if it is a repository's and may be. set_phase and content:
+        see HubModels.locate. Raises ConfigError, CheckpointError and CapacityError as that and
+        resolve_model do."""
+        roots = self._of(config)
+        directory = HubModels(self.hub, roots).locate(
+            config.model, needed_part(config), set_phase, content
+        )
+        resolved = resolve_model(structs.replace(config, model=directory), roots)
+        return replace(resolved, names=(*resolved.names, config.model))
 
     def find(self, config: ModelConfig) -> ResolvedModel:
-        """Find a model by its configuration alone. Raises as resolve_config does."""
-        return resolve_config(config, self._of(config))
+        """Find a model by its configuration alone, without a download. Raises as resolve_config
+        does."""
+        roots = self._of(config)
+        directory = HubModels(self.hub, roots).find(config.model, needed_part(config))
+        return resolve_config(structs.replace(config, model=directory), roots)
+
+    def adapter(self, name: str, *, may_download: bool) -> Path:
+        """Return the directory of a LoRA adapter. Any thread may call it. Raises as
+        confine_directory and HubModels.locate do."""
+        if not self.lora_roots:
+            problem = "this daemon has no directory of LoRA adapters"
+            raise config_error("adapter", name, problem, "start it with --lora-root")
+        hub = HubModels(self.hub, self.lora_roots, "adapter", "--lora-root")
+        find = hub.locate if may_download else hub.find
+        directory = find(name, NeededPart.ADAPTER)
+        return confine_directory(directory, self.lora_roots, "adapter", "--lora-root")
 
     def _of(self, config: ModelConfig) -> Sequence[Path]:
         if config.load_format not in LOAD_FORMATS.values() or self.save_root is None:
             return self.model_roots
         return (self.save_root, *self.model_roots)
+
+
+def needed_part(config: ModelConfig) -> NeededPart:
+    """Return what a load needs of a repository."""
+    return NeededPart.TEXTS if config.load_format == "dummy" else NeededPart.MODEL
 
 
 def choose_stage_attention(

@@ -28,6 +28,7 @@ from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.operations import StepMessage
 from rpc_schema.step import Done, ExecuteDummyBatch, ExecuteModel, SampleTokens
 from worker_daemon.contracts.fp8 import FP8
+from worker_daemon.contracts.hub import NO_HUB, HubSettings
 from worker_daemon.contracts.uploads import FindUpload, no_uploads
 from worker_daemon.device.failures import (
     FailureKind,
@@ -93,14 +94,15 @@ class Worker:
         lora_roots: Sequence[Path] = (),
         find_upload: FindUpload = no_uploads,
         compiler: KernelCompiler | None = None,
+        hub: HubSettings = NO_HUB,
         max_kv_host_bytes: int | None = None,
     ) -> None:
         """Touches no device before init_device. save_root: directory of saved weights; None: saving
         is refused. profile_dir: directory of traces; None: traces are refused. num_threads:
         torch's, if the user set it. lora_roots: directories of LoRA adapters; empty: adapters are
-        refused. compiler: see profile_memory; not closed here. max_kv_host_bytes: most host memory
-        of the host tier; None: what the host has free."""
-        self._roots = Roots(model_roots, save_root, lora_roots)
+        refused. compiler: see profile_memory; not closed here. hub: of models by name.
+        max_kv_host_bytes: most host memory of the host tier; None: what the host has free."""
+        self._roots = Roots(model_roots, save_root, lora_roots, hub)
         self._saver = Saver(save_root)
         self._profiler = Profiler(profile_dir, self._settle_transfers)
         self._set_phase = set_phase

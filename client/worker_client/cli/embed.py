@@ -12,6 +12,7 @@ import typer
 from numpy.typing import NDArray
 
 from rpc_schema.pooling import PoolingParams, PoolingTask
+from worker_client.cli.input_adapters import with_hub_adapters
 from worker_client.cli.options import RunOptions, one_of, takes_run_options
 from worker_client.cli.output_file import check_writable, print_text, replacement
 from worker_client.cli.report import JsonObject
@@ -68,6 +69,7 @@ def embed(
     if form is not Format.JSONL and run.output is not None:
         check_writable(run.output)
     tokenizer, lines = read_requests(run)
+    run, lines = with_hub_adapters(run, lines)
     inputs = [_pooling(entry, params) for entry in lines]
     end_if_all_are_wrong(inputs, run.output if form is Format.JSONL else None)
     as_lines = run.output if form is Format.JSONL else None

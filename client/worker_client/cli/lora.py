@@ -10,9 +10,11 @@ import typer
 
 from worker_client.cli.control import Endpoints
 from worker_client.cli.daemons import connect
+from worker_client.cli.downloads import shown_downloads
 from worker_client.cli.options import KeyFile, KnownDaemons, Wait
 from worker_client.cli.output_file import print_text
 from worker_client.errors import ClientConfigError
+from worker_client.inputs.model_source import find_adapter
 from worker_client.wire.endpoint import named_daemons
 from worker_client.wire.keys import read_keys
 from worker_client.worker_group import WorkerGroup
@@ -20,7 +22,7 @@ from worker_host.plain_text import printable
 
 lora = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
-Name = Annotated[str, typer.Argument(help="Directory of the adapter, from the --lora-root.")]
+Name = Annotated[str, typer.Argument(help="Adapter below the --lora-root, or ORG/NAME@REVISION.")]
 Id = Annotated[int, typer.Argument(min=1, help="Id of the adapter, as listed.")]
 
 
@@ -38,7 +40,9 @@ def add_lora(
 ) -> None:
     """Put an adapter into the host memory of a group that no driver holds."""
     with _group(endpoints, key_file, known_daemons, wait) as group:
-        adapter = group.loras.add(name, lora_id, load_inplace=replace)
+        with shown_downloads() as show:
+            source = find_adapter(name, None, are_local=False, show=show)
+        adapter = group.loras.add(source.sent_as, lora_id, load_inplace=replace)
         print_text(f"{printable(adapter.name)}: id {adapter.lora_id}\n")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, get_args
 
 import typer
+from msgspec import structs
 
 from rpc_schema.config import (
     FIT_MAX_MODEL_LEN,
@@ -33,9 +34,11 @@ from rpc_schema.config import (
     WorkerConfig,
     read_layer_partition,
 )
+from worker_client.cli.downloads import shown_downloads
 from worker_client.errors import config_error
 from worker_client.group.loading import check_speculative
 from worker_client.group.replacement import REPLACE_WITHIN_S
+from worker_client.inputs.model_source import ModelSource, find_model
 from worker_client.inputs.tokenizer import LARGEST_TEXT_BYTES, MAX_TEXT_BYTES
 from worker_client.scheduler.step_budget import check_max_itl_ms
 from worker_client.wire.endpoint import split_endpoints
@@ -130,7 +133,7 @@ Wait = Annotated[
 class RunOptions:
     """Checked options of generate and bench."""
 
-    model: Path
+    model: ModelSource
     endpoints: tuple[str, ...]
     device: Device
     config: WorkerConfig
@@ -151,6 +154,10 @@ class RunOptions:
     """Applies to each prompt."""
     lora_root: Path | None = None
     """Directory of the LoRA adapters of local daemons."""
+    adapter_cache: Path | None = None
+    """Hub cache with adapters, for local daemons too."""
+    draft: ModelSource | None = None
+    """The draft model, if there is one."""
     max_text_bytes: int = MAX_TEXT_BYTES
     """Bound on the UTF-8 bytes of a prompt's text."""
     max_itl_ms: float | None = None
@@ -159,7 +166,10 @@ class RunOptions:
 
 def build_run_options(
     *,
-    model: Annotated[Path, typer.Option(help="Checkpoint directory, Hugging Face format.")],
+    model: Annotated[
+        str,
+        typer.Option(help="Checkpoint directory, or a repository of the hub: ORG/NAME[@REVISION]."),
+    ],
     endpoints: Annotated[
         str | None, typer.Option(help="Running daemons, in rank order: EP,EP,...")
     ] = None,
@@ -221,7 +231,7 @@ def build_run_options(
         int, typer.Option(min=0, max=MAX_DRAFTS, help="Drafts of a request in a step at most.")
     ] = 0,
     speculative_model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="draft_model: the draft model.")
+        str | None, typer.Option(help="draft_model: the draft model, named as --model is.")
     ] = None,
     prompt_lookup_max: Annotated[
         int, typer.Option(min=1, max=32, help="ngram, suffix: longest match that counts.")
@@ -319,13 +329,30 @@ def build_run_options(
 ) -> RunOptions:
     """Check the options and put them into a worker configuration.
 
+    Downloads the small files of models that are named by their repositories.
+
     Raises:
         ClientConfigError: one of them is invalid.
+        HubModelError: a repository cannot be read.
     """
-    _check_bounds(model, gpu_memory_utilization, max_model_len)
+    _check_bounds(gpu_memory_utilization, max_model_len)
     if max_itl_ms is not None:
         check_max_itl_ms(max_itl_ms)
     is_fitted = max_model_len == FIT_MAX_MODEL_LEN
+    speculative = SpeculativeConfig(
+        method=one_of("speculative_method", speculative_method, DraftMethod),
+        num_speculative_tokens=num_speculative_tokens,
+        model=speculative_model,
+        prompt_lookup_max=prompt_lookup_max,
+        prompt_lookup_min=prompt_lookup_min,
+    )
+    check_speculative(speculative)
+    with shown_downloads() as show:
+        found = find_model(model, show=show)
+        draft = None
+        if speculative_model is not None:
+            draft = find_model(speculative_model, "speculative_model", show)
+            speculative = structs.replace(speculative, model=draft.sent_as)
     group = WorkerConfig(
         parallel=ParallelConfig(
             pipeline_parallel_size=pipeline_parallel_size,
@@ -334,7 +361,7 @@ def build_run_options(
             data_parallel_size=data_parallel_size,
         ),
         model=ModelConfig(
-            model=str(model.resolve()),
+            model=found.sent_as,
             dtype=one_of("dtype", dtype, Dtype),
             quantization=one_of("quantization", quantization, Quantization),
             load_format=one_of("load_format", load_format, LoadFormat),
@@ -363,17 +390,10 @@ def build_run_options(
         lora=LoraConfig(
             max_loras=max_loras, max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras
         ),
-        speculative=SpeculativeConfig(
-            method=one_of("speculative_method", speculative_method, DraftMethod),
-            num_speculative_tokens=num_speculative_tokens,
-            model=None if speculative_model is None else str(speculative_model.resolve()),
-            prompt_lookup_max=prompt_lookup_max,
-            prompt_lookup_min=prompt_lookup_min,
-        ),
+        speculative=speculative,
     )
-    check_speculative(group.speculative)
     return RunOptions(
-        model=model.resolve(),
+        model=found,
         endpoints=() if endpoints is None else _endpoints(endpoints),
         device=device or default_device(),
         config=group,
@@ -391,14 +411,13 @@ def build_run_options(
         output=output,
         max_tokens=max_tokens,
         lora_root=lora_root,
+        draft=draft,
         max_text_bytes=max_text_bytes,
         max_itl_ms=max_itl_ms,
     )
 
 
-def _check_bounds(model: Path, gpu_memory_utilization: float, max_model_len: int | None) -> None:
-    if not model.is_dir():
-        raise config_error("model", str(model), "no such directory", "name a checkpoint directory")
+def _check_bounds(gpu_memory_utilization: float, max_model_len: int | None) -> None:
     if not 0.0 < gpu_memory_utilization <= 1.0:
         fix = "use more than 0, at most 1"
         raise config_error("gpu_memory_utilization", gpu_memory_utilization, "out of bounds", fix)

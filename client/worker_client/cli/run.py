@@ -13,6 +13,7 @@ from worker_client.cli.arrivals import check_request_rate, with_arrivals
 from worker_client.cli.bench_table import bench_table
 from worker_client.cli.daemons import Scrape
 from worker_client.cli.expert_loads import loads_by_layer
+from worker_client.cli.input_adapters import with_hub_adapters
 from worker_client.cli.options import RunOptions, takes_run_options
 from worker_client.cli.output_file import check_output, print_text, write_whole
 from worker_client.cli.report import JsonObject, bench_object, output_line, output_lines
@@ -59,6 +60,7 @@ def generate(run: RunOptions, adopt: Adopt = False) -> None:
     if adopt:
         _check_adoption(run)
     tokenizer, inputs = read_requests(run, may_be_none=adopt)
+    run, inputs = with_hub_adapters(run, inputs)
     if not adopt:
         end_if_all_are_wrong(inputs, run.output)
     with open_session(run, print_progress(), keep_requests=adopt, tokenizer=tokenizer) as session:
@@ -88,6 +90,7 @@ def bench(
     bench-compare reads."""
     check_request_rate(request_rate)
     tokenizer, lines = read_requests(run)
+    run, lines = with_hub_adapters(run, lines)
     inputs = with_arrivals(lines, request_rate, run.seed or 0)
     end_if_all_are_wrong(inputs, run.output)
     with open_session(run, print_progress(), tokenizer=tokenizer) as session:
@@ -134,7 +137,7 @@ def read_requests(
         parse_endpoints(run.endpoints, parallel, run.keys, parallel.data_parallel_size)
     if run.output is not None:
         check_output(run.output)
-    tokenizer = load_tokenizer(run.model, TextBounds(run.max_text_bytes))
+    tokenizer = load_tokenizer(run.model.directory, TextBounds(run.max_text_bytes))
     directory = None if run.input is None else run.input.parent
     inputs = read_inputs(lines, tokenizer, run.seed, directory)
     if tokenizer is not None:

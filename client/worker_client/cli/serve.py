@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from worker_client.cli.downloads import shown_downloads
 from worker_client.cli.options import (
     Device,
     RunOptions,
@@ -15,7 +16,9 @@ from worker_client.cli.options import (
     default_device,
     takes_run_options,
 )
+from worker_client.cli.session import download_weights
 from worker_client.errors import config_error
+from worker_client.inputs.model_source import find_adapter
 from worker_client.service.generation_defaults import SOURCES, sampling_defaults
 from worker_client.service.key_files import read_keys_of
 from worker_client.service.launch import ServedGroup
@@ -85,12 +88,16 @@ def serve(
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
-            help="Name of the model in requests; may be repeated. Default: its directory's."
+            help="Name of the model in requests; may be repeated. Default: its directory's or "
+            "repository's."
         ),
     ] = None,
     lora: Annotated[
         list[str] | None,
-        typer.Option(help="LoRA adapter to serve, below the --lora-root; may be repeated."),
+        typer.Option(
+            help="LoRA adapter to serve, below the --lora-root or ORG/NAME[@REVISION]; may be "
+            "repeated."
+        ),
     ] = None,
     api_key: Annotated[
         str | None,
@@ -161,7 +168,7 @@ def serve(
         raise config_error("serve", missing[0], "a package is not installed", fix)
     from worker_client.service.server import serve as serve_group  # FastAPI
 
-    sampling_defaults(run.model, generation_config)
+    sampling_defaults(run.model.directory, generation_config)
     devices: tuple[str, ...] = ()
     if run.endpoints:
         parse_endpoints(run.endpoints, run.config.parallel, run.keys, 1)
@@ -170,11 +177,16 @@ def serve(
             raise config_error("gpus", gpus, "daemons that run have their devices", fix)
     else:
         devices = _placed(run, gpus)
+    with shown_downloads() as show:
+        adapters = tuple(
+            find_adapter(name, run.lora_root, are_local=not run.endpoints, show=show)
+            for name in lora or ()
+        )
     settings = ServiceSettings(
         host=host,
         port=port,
         names=tuple(served_model_name or ()),
-        adapters=tuple(lora or ()),
+        adapters=adapters,
         api_keys=read_keys_of("api_key", api_key, api_key_file),
         admin_keys=read_keys_of("admin_key", admin_key, admin_key_file),
         tool_call_parser=_tool_form(tool_call_parser),
@@ -195,6 +207,8 @@ def serve(
         devices=devices,
         keys=run.keys,
         lora_root=run.lora_root,
+        adapter_cache=next((each.cache for each in adapters if each.cache is not None), None),
+        draft=run.draft,
         num_gpu_blocks=run.num_gpu_blocks,
         fit_max_model_len=run.fit_max_model_len,
         reload=run.reload,
@@ -205,6 +219,8 @@ def serve(
         max_itl_ms=run.max_itl_ms,
         seed=run.seed,
     )
+    if not run.endpoints:
+        download_weights(run)
     serve_group(plan, settings)
 
 

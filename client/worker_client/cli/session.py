@@ -22,6 +22,7 @@ from rpc_schema.extensions import extension_of
 from rpc_schema.structured import StructuredOutput
 from rpc_schema.version import PROTOCOL_VERSION, SOFTWARE_VERSION
 from worker_client.cli.arrivals import Arrivals
+from worker_client.cli.downloads import shown_downloads
 from worker_client.cli.input_adapters import with_adapters
 from worker_client.cli.input_request import InputRequest as InputRequest
 from worker_client.cli.options import Device, RunOptions
@@ -181,7 +182,9 @@ class Replica:
         if not asked and not any(extension_of(e.extensions, StructuredOutput) for e in adopted):
             return None
         metadata = self.model.metadata
-        return open_grammars(self.options.model, metadata.vocab_size, metadata.eos_token_ids)
+        return open_grammars(
+            self.options.model.directory, metadata.vocab_size, metadata.eos_token_ids
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,6 +411,7 @@ def open_session(
             num_gpu_blocks=options.num_gpu_blocks,
             fit_max_model_len=options.fit_max_model_len,
             reload=options.reload,
+            content=options.model.content,
             on_progress=on_progress,
         )
         for phase in {phase: None for model in models for phase in model.seconds}:
@@ -456,12 +460,25 @@ def _start_local(options: RunOptions) -> LocalDaemons:
     world_size = options.config.parallel.world_size_across_dp
     cuda = options.device is Device.CUDA
     devices = [f"cuda:{index}" if cuda else "cpu" for index in range(world_size)]
+    download_weights(options)
     return LocalDaemons(
         devices,
-        options.model.parent,
+        options.model.model_root,
         lora_root=options.lora_root,
-        draft_model=options.config.speculative.model,
+        draft_root=None if options.draft is None else options.draft.model_root,
+        adapter_cache=options.adapter_cache,
     )
+
+
+def download_weights(options: RunOptions) -> None:
+    """Download the weights that local daemons read and that the hub cache lacks. Raises
+    HubModelError."""
+    if options.config.model.load_format == "dummy":
+        return
+    with shown_downloads() as show:
+        options.model.download_weights(show)
+        if options.draft is not None:
+            options.draft.download_weights(show)
 
 
 def read_inputs(

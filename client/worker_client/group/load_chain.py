@@ -60,9 +60,12 @@ class LoadChain:
         self._channel.refresh_links()
 
     def load_model(
-        self, config: WorkerConfig, weights_version: int | None = None
+        self,
+        config: WorkerConfig,
+        weights_version: int | None = None,
+        content: bytes | None = None,
     ) -> list[lc.LoadModelReply]:
-        """Load every rank's part of the model. weights_version: see LoadModel."""
+        """Load every rank's part of the model. weights_version, content: see LoadModel."""
         return self._ask(
             partial(
                 lc.LoadModel,
@@ -73,6 +76,7 @@ class LoadChain:
                 lora=config.lora,
                 speculative=config.speculative,
                 weights_version=weights_version,
+                content=content,
             )
         )
 

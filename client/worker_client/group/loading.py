@@ -199,6 +199,8 @@ class Loader:
     """See LoadModel."""
     state_checkpoints: bool = True
     """False: plan no checkpoints of states."""
+    content: bytes | None = None
+    """See LoadModel."""
     clock: Stopwatch = field(default_factory=Stopwatch)
 
     def load(self, statuses: Sequence[Status]) -> LoadedGroup:
@@ -219,7 +221,7 @@ class Loader:
             with self.clock.phase("init_device"):
                 self.load_chain.init_device(self.config)
         with self.clock.phase("load_model"):
-            replies = self.load_chain.load_model(self.config, self.weights_version)
+            replies = self.load_chain.load_model(self.config, self.weights_version, self.content)
         check_same_weights(self.get_status(), self.config.model.model)
         kv_cache, max_model_len = self._load_kv_cache(min(r.max_model_len for r in replies))
         with self.clock.phase("compile_or_warm_up_model"):

@@ -121,6 +121,7 @@ class DataParallelGroup:
         fit_max_model_len: bool = False,
         reload: bool = False,
         weights_version: int | None = None,
+        content: bytes | None = None,
         on_progress: Callable[[RankProgress], None] | None = None,
     ) -> list[LoadedGroup]:
         """Make all replicas ready to serve `config`, at the same time; return what each has loaded.
@@ -139,6 +140,7 @@ class DataParallelGroup:
                 fit_max_model_len=fit_max_model_len,
                 reload=reload,
                 weights_version=weights_version,
+                content=content,
                 on_progress=on_progress,
             )
         )

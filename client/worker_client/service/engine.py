@@ -85,18 +85,18 @@ class Engine:
         self.plan = plan
         self.names = settings.names or (plan.model.name,)
         """The model's names in requests; answers have the first."""
-        tokenizer = load_tokenizer(plan.model, TextBounds(plan.max_text_bytes))
+        tokenizer = load_tokenizer(plan.model.directory, TextBounds(plan.max_text_bytes))
         if tokenizer is None:
             problem, fix = "it has no tokenizer.json", "add it: requests and answers are texts"
-            raise config_error("model", str(plan.model), problem, fix)
+            raise config_error("model", plan.model.sent_as, problem, fix)
         self.tokenizer: Tokenizer = tokenizer
         self.template: ChatTemplate | ClientConfigError
         """The chat template, or why there is none."""
         try:
-            self.template = load_chat_template(plan.model)
+            self.template = load_chat_template(plan.model.directory)
         except ClientConfigError as error:  # told to those who chat
             self.template = error
-        self.sampling_defaults = sampling_defaults(plan.model, settings.generation_config)
+        self.sampling_defaults = sampling_defaults(plan.model.directory, settings.generation_config)
         """Sampling options of requests that say nothing else."""
         self.phase = "STARTING"
         """Phase of the start, for operators."""
@@ -127,8 +127,8 @@ class Engine:
         began = time.monotonic()
         await self.driver.__aenter__()
         try:
-            for name in self._settings.adapters:
-                await self.add_adapter(name)
+            for adapter in self._settings.adapters:
+                await self.add_adapter(adapter.sent_as, served_as=adapter.name)
             await self.learn_adapters()
         except BaseException:
             await self.driver.__aexit__()
@@ -166,7 +166,9 @@ class Engine:
         with open_group(plan, self._note_phase) as opened, contextlib.ExitStack() as stack:
             loaded, metadata = opened.loaded, opened.loaded.metadata
             self.tokenizer.fit_context(loaded.max_model_len)
-            grammars = open_grammars(plan.model, metadata.vocab_size, metadata.eos_token_ids)
+            grammars = open_grammars(
+                plan.model.directory, metadata.vocab_size, metadata.eos_token_ids
+            )
             stack.callback(grammars.close)
             limits = scheduler_limits(loaded, plan.config, max_itl_ms=plan.max_itl_ms)
             changed = self.note_drafting

@@ -11,6 +11,7 @@ from worker_client.driver import Recover
 from worker_client.errors import WorkerDied
 from worker_client.group.loading import LoadedGroup
 from worker_client.group.replacement import REPLACE_WITHIN_S
+from worker_client.inputs.model_source import ModelSource
 from worker_client.inputs.tokenizer import MAX_TEXT_BYTES
 from worker_client.launcher import LocalDaemons
 from worker_client.wire.keys import NO_KEYS, Keys
@@ -21,7 +22,7 @@ from worker_client.worker_group import RankProgress, WorkerGroup
 class ServedGroup:
     """The model to serve, and the daemons to serve it on."""
 
-    model: Path
+    model: ModelSource
     config: WorkerConfig
     endpoints: tuple[str, ...] = ()
     """Running daemons, in rank order; empty: start one on each of `devices`."""
@@ -29,6 +30,10 @@ class ServedGroup:
     keys: Keys = NO_KEYS
     lora_root: Path | None = None
     """Directory of the LoRA adapters of daemons that are started."""
+    adapter_cache: Path | None = None
+    """Hub cache with adapters, for these daemons too."""
+    draft: ModelSource | None = None
+    """The draft model, if there is one."""
     num_gpu_blocks: int | None = None
     fit_max_model_len: bool = False
     reload: bool = False
@@ -66,9 +71,10 @@ def open_group(
             daemons = stack.enter_context(
                 LocalDaemons(
                     plan.devices,
-                    plan.model.parent,
+                    plan.model.model_root,
                     lora_root=plan.lora_root,
-                    draft_model=plan.config.speculative.model,
+                    draft_root=None if plan.draft is None else plan.draft.model_root,
+                    adapter_cache=plan.adapter_cache,
                 )
             )
             stack.enter_context(daemons.naming_causes())
@@ -80,6 +86,7 @@ def open_group(
             num_gpu_blocks=plan.num_gpu_blocks,
             fit_max_model_len=plan.fit_max_model_len,
             reload=plan.reload,
+            content=plan.model.content,
             on_progress=on_progress,
         )
 

@@ -24,7 +24,7 @@ def models_router(context: ServiceContext) -> APIRouter:
             "object": "model",
             "created": engine.created,
             "owned_by": OWNER,
-            "root": name if adapter else str(engine.plan.model),
+            "root": name if adapter else engine.plan.model.sent_as,
             "parent": engine.names[0] if adapter else None,
             "max_model_len": engine.loaded.max_model_len,
         }

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Final
 
+from worker_client.inputs.model_source import AdapterSource
 from worker_host.log_lines import LOG_FORMATS
 
 MAX_BODY_BYTES: Final = 4 << 20
@@ -23,7 +24,7 @@ class ServiceSettings:
     names: tuple[str, ...] = ()
     """The model's names in requests, the first of which answers have; empty: that of its
     directory."""
-    adapters: tuple[str, ...] = ()
+    adapters: tuple[AdapterSource, ...] = ()
     """LoRA adapters that are added before the server is ready."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     """Keys of clients; empty: any client may ask."""

@@ -10,7 +10,14 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-PACKAGES = ("rendezvous", "rpc_schema", "worker_daemon", "worker_host", "client/worker_client")
+PACKAGES = (
+    "model_hub",
+    "rendezvous",
+    "rpc_schema",
+    "worker_daemon",
+    "worker_host",
+    "client/worker_client",
+)
 
 FILES = {
     "wire.py": "rpc_schema/token_bias.py",

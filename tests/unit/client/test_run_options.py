@@ -329,11 +329,13 @@ def test_options_of_drafts_are_those_of_the_configuration(tmp_path):
         method="suffix", num_speculative_tokens=3, prompt_lookup_max=6, prompt_lookup_min=1
     )
     assert build_run_options(model=tmp_path).config.speculative == SpeculativeConfig()
+    (tmp_path / "small").mkdir()
+    (tmp_path / "draft").mkdir()
     options = build_run_options(
-        model=tmp_path,
+        model=str(tmp_path),
         speculative_method="draft_model",
         num_speculative_tokens=2,
-        speculative_model=tmp_path / "small" / ".." / "draft",
+        speculative_model=f"{tmp_path}/small/../draft",
     )
     assert options.config.speculative.model == str(tmp_path / "draft")
 
@@ -358,7 +360,7 @@ def test_settings_of_drafts_that_mean_nothing_together_are_refused(tmp_path, fie
         name: value for name, value in fields.items() if name not in ("method", "model")
     }
     if "model" in fields:
-        given["speculative_model"] = tmp_path / fields["model"]
+        given["speculative_model"] = str(tmp_path / fields["model"])
     with pytest.raises(ClientConfigError) as refused:
         build_run_options(model=tmp_path, **given)
     assert refused.value.field == f"speculative.{field}"

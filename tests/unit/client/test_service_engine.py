@@ -12,6 +12,7 @@ from rpc_schema.config import ModelConfig, ParallelConfig, WorkerConfig
 from worker_client.async_driver import RequestProgress
 from worker_client.cli.demo_model import make_demo_model
 from worker_client.errors import ClientConfigError, RequestError, request_error
+from worker_client.inputs.model_source import ModelSource
 from worker_client.requests import (
     GenerationRequest,
     Reports,
@@ -59,7 +60,7 @@ def engine(tmp_path_factory):
     make_demo_model(path)
     config = WorkerConfig(parallel=ParallelConfig(), model=ModelConfig(model=str(path)))
     settings = ServiceSettings(request_s=60.0)
-    with contextlib.closing(Engine(ServedGroup(path, config), settings)) as made:
+    with contextlib.closing(Engine(ServedGroup(ModelSource.of(path), config), settings)) as made:
         yield made
 
 

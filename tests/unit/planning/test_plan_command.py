@@ -8,6 +8,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from tests.support.command_line import DAEMON, environment
+from tests.support.hub_server import HubServer
 from tests.support.waiting import PATIENCE_S
 from worker_daemon.cli import app
 
@@ -50,6 +51,32 @@ def test_a_length_of_minus_one_is_the_longest_that_fits(monkeypatch):
     assert not whole["max_model_len_fits"]
     assert fitted["max_model_len_fits"]
     assert fitted["max_model_len"] == fitted["longest_model_len"] == whole["longest_model_len"]
+
+
+def test_a_repository_by_its_name(tmp_path, monkeypatch):
+    """Its small files are downloaded, and the plan is that of the directory."""
+    hub = HubServer()
+    repository = hub.repository("org/name")
+    weights = {"model.safetensors": b"not needed"}
+    commit = repository.commit(Path(MODEL[1]), **weights)
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setattr("worker_daemon.cli.configure_logs", lambda _: None)
+    monkeypatch.setattr("worker_daemon.cli.prepare_environment", lambda: None)
+    size = ("--memory-bytes", str(H200_BYTES), "--json")
+    try:
+        plans = [
+            CliRunner().invoke(app, ["plan", "--model", model, *size])
+            for model in (MODEL[1], "org/name", f"org/name@{commit}", "org/absent")
+        ]
+    finally:
+        hub.close()
+    assert plans[0].stdout == plans[1].stdout == plans[2].stdout
+    assert (
+        json.loads(plans[0].stdout)["num_blocks"] > 0 and not hub.downloaded()["model.safetensors"]
+    )
+    assert plans[3].exit_code == 65
 
 
 def test_a_wrong_setting_is_one_line_and_an_exit_code(tmp_path):

@@ -21,6 +21,7 @@ from rpc_schema.config import WorkerConfig
 from rpc_schema.identity import ContentIdentity
 from rpc_schema.operations import STEP_OPERATIONS, StepMessage, operation_name
 from tests.support.default_replies import step_reply
+from worker_daemon.contracts.hub import NO_HUB, HubSettings
 from worker_daemon.contracts.uploads import FindUpload
 from worker_daemon.phases import SetPhase
 from worker_daemon.worker.description import WorkerDescription
@@ -246,6 +247,7 @@ def make_fake_worker(
     profile_dir: Path | None = None,
     lora_roots: Sequence[Path] = (),
     compiler: None = None,
+    hub: HubSettings = NO_HUB,
     max_kv_host_bytes: int | None = None,
 ) -> FakeWorker:
     if device == "cuda:9":
