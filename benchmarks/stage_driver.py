@@ -235,5 +235,6 @@ def pipelined(steps: int, launch: Callable[[], PendingOutput | None], depth: int
         wait(reply)
 
 
-def _ignore_phase(phase: str, legal_silence_s: float, /, *, done: float = 0.0) -> None:
+def _ignore_phase(phase: str, legal_silence_s: float, /, *, done: float = 0.0) -> bool:
     """Be a SetPhase for a worker without a daemon."""
+    return False

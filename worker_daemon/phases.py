@@ -7,9 +7,10 @@ from typing import Final, Protocol
 class SetPhase(Protocol):
     """Reports a phase."""
 
-    def __call__(self, phase: str, legal_silence_s: float, /, *, done: float = 0.0) -> None:
+    def __call__(self, phase: str, legal_silence_s: float, /, *, done: float = 0.0) -> bool:
         """legal_silence_s: seconds until the phase counts as hung; done: share of the operation
-        that is complete, 0 to 1, if it is known."""
+        that is complete, 0 to 1, if it is known. Return True if a driver that attaches waits for
+        the operation's end."""
 
 
 LONG_OPERATION_S: Final = 1800.0

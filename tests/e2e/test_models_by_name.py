@@ -141,9 +141,9 @@ def test_daemons_that_run_already(hub, directory, daemons, checkpoints):
     with start_client(directory, "generate", *options, **client.variables) as waiting:
         show = lambda: status_of(endpoints["may"]).phase.startswith("DOWNLOADING ")  # noqa: E731
         wait_until(show, "the download's phase")
-        hub.stalls.clear()
-        hub.released.set()  # the connection ends there
-        assert waiting.communicate(timeout=PATIENCE_S) and waiting.returncode == 0
+        waiting.kill()
+        waiting.communicate(timeout=PATIENCE_S)
+    hub.stalls.clear()  # the first connection goes on in silence: the next driver ends it
     assert client.tokens(*words("may")) == greedy(old)
     status = status_of(endpoints["may"])
     assert status.config.model.model == f"org/tiny@{first}"

@@ -91,7 +91,7 @@ class Saver:
         self._pending: _PendingSave | None = None
 
     def write(
-        self, request: SaveRequest, weights: RankWeights, before_file: Callable[[], None]
+        self, request: SaveRequest, weights: RankWeights, before_file: Callable[[], object]
     ) -> SaveReport:
         """Write this rank's files next to the set in use; every byte is on disk on return.
 
@@ -170,7 +170,7 @@ class _PendingSave:
         self._lock: int | None = _open_locked(self._directory)
 
     def write(
-        self, request: SaveRequest, weights: RankWeights, before_file: Callable[[], None]
+        self, request: SaveRequest, weights: RankWeights, before_file: Callable[[], object]
     ) -> SaveReport:
         began = time.monotonic()
         saved: dict[str, SavedTensor] = {}

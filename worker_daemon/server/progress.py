@@ -130,6 +130,7 @@ class Progress:
 
     __slots__ = (
         "epoch",
+        "is_awaited",
         "last_seq",
         "link",
         "num_failed_steps",
@@ -150,6 +151,8 @@ class Progress:
         here."""
         self.snapshot = Snapshot(DaemonState(), 0, (), WorkerDescription(device))
         self.epoch = 0
+        self.is_awaited = False
+        """True while a driver that attaches waits for a running operation; written by control."""
         self.link = 0
         self.last_seq = 0
         """The last request whose outcome has been, or is about to be, passed to the completion
@@ -181,11 +184,12 @@ class Progress:
         now = time.monotonic()
         self.result = Stamp(f"RESULT {seq}", now, now + self.step_deadline_s, True)
 
-    def set_phase(self, phase: str, legal_silence_s: float, /, *, done: float = 0.0) -> None:
+    def set_phase(self, phase: str, legal_silence_s: float, /, *, done: float = 0.0) -> bool:
         """Replace the running phase by a finer one; called by a worker inside an operation. See
         SetPhase."""
         now = time.monotonic()
         self.stamp = Stamp(phase, now, now + legal_silence_s, self.stamp.on_link, done)
+        return self.is_awaited
 
     def idle(self) -> None:
         """Wait for the next request."""

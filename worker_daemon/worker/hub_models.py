@@ -134,6 +134,9 @@ class HubModels:
         try:
             show = _Shown(name, set_phase)
             fetched = fetch(name, cache, part, self.settings.environment, show)
+        except _Awaited:
+            problem, fix = "another driver attached during the download", "load it again"
+            raise CheckpointError(problem, field=self.field, value=str(name), fix=fix) from None
         except HubError as error:
             raise self._failed(error) from None
         _LOG.info("downloaded %s in %.1f s", name, time.monotonic() - began)
@@ -164,8 +167,12 @@ class HubModels:
             )
 
 
+class _Awaited(Exception):
+    """Another driver waits for the end of the download, which may be hours away."""
+
+
 class _Shown:
-    """Shows a download in the phase and in the log."""
+    """Shows a download in the phase and in the log. Raises _Awaited."""
 
     def __init__(self, name: RepoName, set_phase: SetPhase | None) -> None:
         self._name = name
@@ -178,7 +185,8 @@ class _Shown:
         rate = done / max(1e-3, now - self._began)
         if self._set_phase is not None:
             phase = f"DOWNLOADING {100 * done // total}%, {rate / 1e6:.1f} MB/s"
-            self._set_phase(phase, LONG_OPERATION_S, done=done / total)
+            if self._set_phase(phase, LONG_OPERATION_S, done=done / total):
+                raise _Awaited
         if now - self._logged >= _LOG_EVERY_S:
             self._logged = now
             _LOG.info("downloading %s: %.2f of %.2f GB", self._name, done / 1e9, total / 1e9)

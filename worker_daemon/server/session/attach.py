@@ -233,7 +233,9 @@ class AttachHandler:
         done, _ = await asyncio.wait((taken,), timeout=BUSY_GRACE_S)
         if not done:
             was_freed = self._free_from_peers(f"epoch {epoch} attaches")
+            self._progress.is_awaited = True
             await asyncio.wait((taken,), timeout=self._progress.step_deadline_s + ATTACH_SLACK_S)
+            self._progress.is_awaited = False
         if taken.done():
             snapshot = taken.result()
             self._keep_uploads_in_use()
