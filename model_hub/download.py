@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TextIO
@@ -105,6 +105,7 @@ class Download:
         self._part = part
         self._lines = lines
         self._received = Received()
+        self._began = time.time()
 
     def run(self) -> None:
         """Download what is needed, and write the result. Raises HubError, and what the hub's client
@@ -172,8 +173,13 @@ class Download:
         files = [listing.files[name] for name in missing]
         self._check_room(files)
         with self._progress(files), ThreadPoolExecutor(_AT_A_TIME, "files") as pool:
-            for done in [pool.submit(self._fetch_file, name, listing.commit) for name in missing]:
-                done.result()
+            calls = [pool.submit(self._fetch_file, name, listing.commit) for name in missing]
+            try:
+                for call in as_completed(calls):
+                    call.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)  # those that run remove their parts
+                raise
 
     def _fetch_file(self, name: str, commit: str) -> None:
         for attempt in range(1, _TRIES + 1):
@@ -238,7 +244,9 @@ class Download:
         sizes = [0]
         for part in blobs.glob(f"{file.etag}*.incomplete"):
             with contextlib.suppress(OSError):
-                sizes.append(part.stat().st_size)
+                facts = part.stat()
+                if facts.st_mtime >= self._began:  # else it is of a process that was killed
+                    sizes.append(facts.st_size)
         return min(file.num_bytes, max(sizes))
 
     def _note(self, revision: str, commit: str) -> None:

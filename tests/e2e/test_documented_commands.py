@@ -62,8 +62,8 @@ def typed(place, daemon, monkeypatch, capsys):
     """typed(line) -> what the command prints. Where it would start a daemon it finds ours."""
 
     @contextlib.contextmanager
-    def found(devices, model_root, *, lora_root, draft_model):
-        assert draft_model is None
+    def found(devices, model_root, *, lora_root, draft_root, adapter_cache):
+        assert draft_root is None and adapter_cache is None
         assert len(devices) == 1 and model_root.resolve() == place / "build"
         assert lora_root is None or lora_root.resolve() == place / "build" / "adapters"
         yield daemon

@@ -8,7 +8,6 @@ import urllib.request
 
 import pytest
 
-from benchmarks.demo_model import make_demo_model
 from tests.support.command_line import (
     processes_of,
     run_client,
@@ -22,6 +21,7 @@ from tests.support.forked_processes import ForkedPopen
 from tests.support.hub_server import GOOD_TOKEN, HubServer
 from tests.support.lora_adapters import make_adapter
 from tests.support.waiting import PATIENCE_S, wait_until
+from worker_client.cli.demo_model import make_demo_model
 
 SMALL = ("--device", "cpu", "--num-gpu-blocks", "128", "--max-num-batched-tokens", "256")
 PROMPTS = ([5, 17, 3, 88], [90, 2, 41])

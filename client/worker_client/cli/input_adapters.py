@@ -27,6 +27,8 @@ def with_hub_adapters(
     """Download the adapters that an input names by their repositories. Return the requests with
     those under the names that daemons know, and the options with the cache that has them. A request
     whose adapter cannot be had becomes an error."""
+    if not run.config.lora.max_loras:
+        return run, list(inputs)  # with_adapters refuses them
     wanted = (entry.request.lora for entry in inputs if entry.request is not None)
     names = dict.fromkeys(name for name in wanted if name is not None)
     found: dict[str, AdapterSource | str] = {}
