@@ -19,7 +19,7 @@ RECORDS = DOCS / "performance.json"
 PAGE = DOCS / "performance.md"
 BEGIN = "<!-- rendered from performance.json by python -m benchmarks.records -->"
 END = "<!-- end of the rendered tables -->"
-RUNS = ("run", "date", "device", "commit", "command")
+RUNS = ("command", "device", "run: date, commit")
 UNKNOWN = "unknown"
 RECORDED_PARTS = ("e2e ", "latency ", "sleep ", "startup ")
 """Beginnings of the parts of `make bench` whose figures are kept."""
@@ -111,18 +111,21 @@ def merged(old: Iterable[Record], new: Iterable[Record]) -> list[Record]:
 
 
 def rendered(records: Sequence[Record]) -> str:
-    """Return the page's tables: one of figures for each kind of measurement, then one of their
-    runs. A figure has its target in parentheses, and the number of its run in brackets."""
+    """Return the page's tables: one of figures for each kind of measurement, then one of the
+    commands, each with its runs. A figure has its target in parentheses, and the number of its run
+    in brackets."""
     runs = {run: str(number) for number, run in enumerate(_runs_of(records), 1)}
     kinds: dict[str, list[Record]] = {}
     for record in records:
         kinds.setdefault(record.part.split(" ")[0], []).append(record)
     figures = [_figures(kind, members, runs) for kind, members in kinds.items()]
-    made = [
-        (number, run.date, run.device, run.commit, f"`{run.command}`")
-        for run, number in runs.items()
-    ]
-    return "\n".join([*figures, _table(RUNS, made)])
+    made: dict[tuple[str, str], list[str]] = {}
+    for run, number in runs.items():
+        made.setdefault((f"`{run.command}`", run.device), []).append(
+            f"{number}: {run.date}, {run.commit}"
+        )
+    rows = [(*command, "; ".join(each)) for command, each in made.items()]
+    return "\n".join([*figures, _table(RUNS, rows)])
 
 
 def _runs_of(records: Iterable[Record]) -> list[BenchRun]:

@@ -31,6 +31,12 @@ CODE = re.compile(r"`([^`\n]+)`")
 SOURCE = re.compile(r"([\w./@-]+\.(?:py|toml|yaml|txt|service))(?::([\w.]+))?")
 DIRECTORY = re.compile(r"[a-z_]+/(?:\w+/)*")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+PICTURE = re.compile(
+    r"""<picture>
+<source media="\(prefers-color-scheme: dark\)" srcset="(\S+)">
+<img src="(\S+)" alt="([^"]*)">
+</picture>"""
+)
 GIVEN_NAMES = {"models/families/seed_oss.py", "registry.py", "utils.py"}
 """Exceptions: a file for the reader to write, one located by its sentence, one that must not
 exist."""
@@ -84,6 +90,15 @@ def test_links_lead_to_files_and_headings(path):
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     assert not broken
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=ids)
+def test_pictures_are_there_on_light_and_dark_pages(path):
+    for dark, light, alt in PICTURE.findall(path.read_text()):
+        assert dark.replace("-dark.", "-light.") == light
+        assert (path.parent / dark).is_file() and (path.parent / light).is_file()
+        assert alt
+    assert path.read_text().count("<picture>") == len(PICTURE.findall(path.read_text()))
 
 
 def test_architecture_is_one_page():
