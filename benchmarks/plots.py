@@ -250,7 +250,8 @@ def draw_recovery(data: Recovery, theme: Theme) -> Figure:
 def draw_kills(data: Timelines, theme: Theme) -> Figure:
     """Draw tokens a second over time, with the kills, a panel for each record."""
     figure = Figure(figsize=(WIDTH, 0.7 + 1.75 * len(data)), layout="constrained")
-    panels: Sequence[Axes] = figure.subplots(len(data), 1, sharex=True, squeeze=False)[:, 0]
+    rows = figure.subplots(len(data), 1, sharex=True, squeeze=False)
+    panels: list[Axes] = [row[0] for row in rows]
     for axes, (where, timeline) in zip(panels, data.items(), strict=True):
         _timeline(axes, where, timeline, theme)
     panels[-1].set_xlabel("seconds")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -14,16 +15,18 @@ import pytest
 from tokenizers import Tokenizer
 
 from examples import lora_adapter
-from rpc_schema.config import LoraConfig
-from tests.support.documented import ROOT, commands, examples
-from tests.support.serving import connect, worker_config
+from rpc_schema.config import LoraConfig, ParallelConfig
+from tests.support.command_line import environment, short_directory
+from tests.support.documented import ROOT, blocks, commands, examples
+from tests.support.serving import LONG_LEASE, connect, worker_config
 from worker_client.__main__ import main as worker_client_main
 from worker_client.cli import session
-from worker_client.cli.demo_model import make_demo_model
+from worker_client.cli.demo_model import SENTENCES, make_demo_model
 from worker_client.driver import Driver
 from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, scheduler_limits
+from worker_client.worker_group import WorkerGroup
 
 SERVE = "worker-daemon serve"
 
@@ -176,11 +179,49 @@ def test_lora(typed, driving):
     assert output.finish_reason != "error"
 
 
-def test_quantization(typed):
-    (generate,) = (line for line in commands("quantization.md") if "generate" in line)
-    assert typed(generate).strip()
-    (plan,) = (line for line in commands("quantization.md") if "plan" in line)
-    words = [sys.executable, "-m", *plan.replace("worker-daemon", "worker_daemon", 1).split()]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/client"}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-    assert "weights" in done.stdout
+@pytest.mark.parametrize("page", ["quantization.md", "kv-cache.md", "speculative-decoding.md"])
+def test_options_of_the_model(typed, page, place, daemon):
+    with WorkerGroup(daemon.endpoints, ParallelConfig(), lease=LONG_LEASE) as group:
+        group.attach(force=True)
+        group.reset("CREATED")  # as a daemon that the command starts
+    lines = commands(page)
+    for line in lines:
+        if not line.startswith("worker-daemon plan"):
+            assert typed(line).strip()
+            continue
+        words = [sys.executable, "-m", *line.replace("worker-daemon", "worker_daemon", 1).split()]
+        with_paths = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/client"}
+        done = subprocess.run(
+            words, env=with_paths, cwd=place, capture_output=True, text=True, check=True
+        )
+        assert "weights" in done.stdout
+    assert lines
+
+
+def test_readme_from_the_daemons_start_to_their_end(place):
+    """Typed into one shell, which finds the installed commands; `top` shows one frame."""
+    (block,) = (b for b in blocks("README.md") if any(SERVE in line for line in b.commands))
+    lines = [line + " --once" if "worker-client top" in line else line for line in block.commands]
+    directory = short_directory()
+    for program in ("worker-client", "worker-daemon"):
+        path = directory / program
+        module = program.replace("-", "_")
+        path.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+        path.chmod(0o755)
+    variables = {
+        "PATH": f"{directory}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT}:{ROOT}/client",
+        "XDG_RUNTIME_DIR": str(directory),
+    }
+    done = subprocess.run(
+        ["bash", "-euc", "\n".join([*lines, "wait"])],
+        env=environment(directory, **variables),
+        cwd=place,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (answer,) = re.findall(r"^0: (.*)$", done.stdout, re.MULTILINE)
+    assert "The driver" + answer in SENTENCES.splitlines()
+    shutil.rmtree(directory)

@@ -13,6 +13,8 @@ INTRODUCTION = """\
 
 Made by `python -m tests.support.metrics_document > docs/metrics.md`.
 
+<!-- not run: parts of commands; tests/unit/server reads metrics so -->
+
     worker-daemon serve ... --metrics-listen unix:/DIR/NAME
     worker-daemon serve ... --metrics-listen 10.0.0.7:9100 --metrics-token-file FILE
     curl --unix-socket /DIR/NAME http://localhost/metrics

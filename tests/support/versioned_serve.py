@@ -1,5 +1,6 @@
-"""`python -m tests.support.versioned_serve NAME=VALUE ARGS`: the daemon's real command line around
-the fake worker, with another protocol version (protocol=VERSION) or another torch (link=TEXT)."""
+"""`python -m tests.support.versioned_serve NAME=VALUE ARGS`: the daemon's real command line as
+another release has it (release=VERSION); or, around the fake worker, with another protocol version
+(protocol=VERSION) or another torch (link=TEXT)."""
 
 import sys
 
@@ -16,12 +17,15 @@ def main() -> None:
     """Serve."""
     name, value = sys.argv.pop(1).split("=")
     with pytest.MonkeyPatch.context() as patch:
-        if name == "protocol":
-            patch.setattr(attach, "PROTOCOL_VERSION", int(value))
+        if name == "release":
+            patch.setattr(attach, "SOFTWARE_VERSION", value)
         else:
-            patch.setattr(attach, "link_software", lambda: value)
-        patch.setattr(assembly, "make_worker", make_fake_worker)
-        patch.setattr(assembly, "open_rendezvous", FakeRendezvous)
+            if name == "protocol":
+                patch.setattr(attach, "PROTOCOL_VERSION", int(value))
+            else:
+                patch.setattr(attach, "link_software", lambda: value)
+            patch.setattr(assembly, "make_worker", make_fake_worker)
+            patch.setattr(assembly, "open_rendezvous", FakeRendezvous)
         app()
 
 

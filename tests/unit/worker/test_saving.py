@@ -522,6 +522,17 @@ def test_broken_index_is_refused(saved, start, save_root, change):
     refused(start, "index.json")
 
 
+def test_set_of_an_earlier_release_lacks_fields_and_loads(saved, start, save_root):
+    driver, _, _ = saved
+
+    def forget(values):
+        assert values.pop("files") == "safetensors"
+        assert values.pop("weights_version") == 0
+
+    edit(save_root / "set" / "index.json", forget)
+    assert checksums(load(start)) == checksums(driver)
+
+
 @pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"[" * 100_000])
 def test_index_that_is_no_object_is_refused(saved, start, save_root, content):
     (save_root / "set" / "index.json").write_bytes(content)
