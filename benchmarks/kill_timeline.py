@@ -65,6 +65,8 @@ class Kill(msgspec.Struct):
     num_adopted: int = 0
     """Requests that the next driver found in the daemons, and the tokens whose KV was kept."""
     num_kv_tokens_kept: int = 0
+    replaced_s: dict[str, float] = {}
+    """Phases of the replacement of a daemon."""
 
 
 @dataclass
@@ -241,7 +243,9 @@ class Run:
         if self.awaited is not None and told.num_adopted:
             self.awaited.num_adopted = told.num_adopted
             self.awaited.num_kv_tokens_kept = told.num_kv_tokens_kept
-        self.is_back = self.is_back or told.replaced
+        if self.awaited is not None and told.replaced_s is not None:
+            self.awaited.replaced_s = told.replaced_s
+            self.is_back = True
         num_new = self.received.take(now, told)
         if self.awaited is not None and self.is_back and num_new:
             self.awaited.outage_s = now - self.origin - self.awaited.at_s
@@ -356,6 +360,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for kill in kills:
             assert kill.outage_s is not None, "the load goes on until a token has come"
             say(f"{kill.what} killed at {kill.at_s:.2f} s: no token for {kill.outage_s:.2f} s")
+            phases = [f"{phase} {seconds:.2f}" for phase, seconds in kill.replaced_s.items()]
+            if phases:
+                say(f"  of which its successor's {', '.join(phases)}")
         num_tokens = sum(map(len, found.tokens.values()))
         say(f"{len(found.tokens)} requests, {num_tokens} tokens, tokens lost {found.num_lost}")
         result = {

@@ -75,8 +75,9 @@ class Told(msgspec.Struct, frozen=True, omit_defaults=True):
     requests: list[int] = []
     positions: list[int] = []
     tokens: list[int] = []
-    replaced: bool = False
-    """A lost daemon's successor has joined the group."""
+    replaced_s: dict[str, float] | None = None
+    """A lost daemon's successor has joined the group: seconds of each phase
+    (ReplacementReport.seconds)."""
     num_adopted: int = 0
     num_kv_tokens_kept: int = 0
     """Of the adopted requests."""
@@ -155,8 +156,8 @@ def drive(plan: Plan) -> None:
     with WorkerGroup(plan.endpoints, plan.config.parallel) as group:
 
         def recover(died: WorkerDied) -> None:
-            group.replace(died.rank, within_s=REPLACE_WITHIN_S)
-            tell(Told(replaced=True))
+            report = group.replace(died.rank, within_s=REPLACE_WITHIN_S)
+            tell(Told(replaced_s=report.seconds))
 
         group.attach(keep_requests=True, wait_for_lease_s=ATTACH_WITHIN_S)
         loaded = group.prepare(plan.config, reload=plan.reload)

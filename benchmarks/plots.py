@@ -3,6 +3,7 @@ benchmarks.plots [--out docs/images]`. Needs matplotlib (`pip install -c constra
 ".[plots]"`). The same data gives the same bytes; text stays text, in the reader's sans-serif."""
 
 import argparse
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -265,11 +266,12 @@ def _timeline(axes: Axes, where: str, timeline: Timeline, theme: Theme) -> None:
     axes.stairs(rates, edges, color=theme.ours, lw=1.2)
     top = max(rates) * 1.32
     for kill in timeline.kills:
+        seconds = f"{kill.outage_s:.{1 if kill.outage_s >= 1 else 2}f}"
         axes.axvline(kill.at_s, ymax=0.83, color=theme.vllm, lw=1.4, ls="--")
         axes.text(
             kill.at_s,
             top * 0.86,
-            f"{kill.what} killed: {kill.outage_s:.2g} s without tokens",
+            f"{kill.what} killed: {seconds} s without tokens",
             va="bottom",
             ha="left" if kill.at_s < edges[-1] / 2 else "center",
             fontsize=9,
@@ -308,7 +310,9 @@ def drawn(data: PlotData) -> Iterator[tuple[str, str]]:
 
 
 def _in_any_sans(svg: str) -> str:
-    """Return the file with fonts that readers have, and without trailing spaces."""
+    """Return the file with fonts that readers have, numbers to a hundredth of a point, and without
+    trailing spaces."""
+    svg = re.sub(r"(\d\.\d\d)\d+", r"\1", svg)
     svg = svg.replace("'DejaVu Sans'", "system-ui, 'DejaVu Sans', sans-serif")
     return "\n".join(line.rstrip() for line in svg.splitlines()) + "\n"
 

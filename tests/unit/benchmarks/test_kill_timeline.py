@@ -76,3 +76,5 @@ def test_two_kills_lose_no_token_on_the_cpu(tmp_path):
     assert [kill["what"] for kill in record["kills"]] == ["driver", "daemon"]
     assert record["kills"][0]["num_adopted"] == 4
     assert all(kill["outage_s"] > 0 for kill in record["kills"])
+    phases = record["kills"][1]["replaced_s"]
+    assert phases["wait"] > 0 and sum(phases.values()) < record["kills"][1]["outage_s"]
