@@ -181,12 +181,12 @@ def test_lora(typed, driving):
 
 @pytest.mark.parametrize("page", ["quantization.md", "kv-cache.md", "speculative-decoding.md"])
 def test_options_of_the_model(typed, page, place, daemon):
-    with WorkerGroup(daemon.endpoints, ParallelConfig(), lease=LONG_LEASE) as group:
-        group.attach(force=True)
-        group.reset("CREATED")  # as a daemon that the command starts
     lines = commands(page)
     for line in lines:
         if not line.startswith("worker-daemon plan"):
+            with WorkerGroup(daemon.endpoints, ParallelConfig(), lease=LONG_LEASE) as group:
+                group.attach(force=True)
+                group.reset("CREATED")  # as a daemon that the command starts
             assert typed(line).strip()
             continue
         words = [sys.executable, "-m", *line.replace("worker-daemon", "worker_daemon", 1).split()]
