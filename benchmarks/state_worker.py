@@ -128,7 +128,7 @@ class StateWorker:
     def describe(self) -> WorkerDescription:
         return WorkerDescription(self._device)
 
-    def abort_link(self) -> bool:
+    def abort_link(self, *, frees_peers: bool) -> bool:
         return False
 
     def dump_link(self) -> bytes:

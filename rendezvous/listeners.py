@@ -1,6 +1,6 @@
-"""Finds the listening TCP sockets that gloo opened in this process, and closes them to all peers
-with a packet filter: gloo itself neither closes them nor authenticates peers. Also provides the
-filter for other listening sockets.
+"""Finds the TCP sockets that gloo opened in this process. Closes the listening ones to all peers
+with a packet filter: gloo itself neither closes them nor authenticates peers. Ends the connections
+of a broken link: gloo has no abort. Also provides the filter for other listening sockets.
 
 The filter is classic BPF, which needs no privilege (socket(7), SO_ATTACH_FILTER). It drops packets
 for the listening socket; accepted connections are separate sockets and are not affected.
@@ -16,7 +16,7 @@ import stat
 import struct
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -39,7 +39,7 @@ _DESCRIPTORS: Final = Path("/proc/self/fd")
 
 _LOG = logging.getLogger(__name__)
 
-Listeners: TypeAlias = frozenset[tuple[int, int]]
+Sockets: TypeAlias = frozenset[tuple[int, int]]
 """(file descriptor, inode) of each."""
 
 
@@ -51,18 +51,27 @@ def attach_filter(listener: socket.socket, instructions: Sequence[Instruction]) 
     listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter_)
 
 
-def inheritable_listeners() -> Listeners:
+def inheritable_listeners() -> Sockets:
     """Return the listening TCP sockets that a child process would inherit: those of gloo. Python
     and libzmq make theirs close-on-exec, gloo does not."""
-    found = set()
-    for descriptor in _descriptors():
-        with contextlib.suppress(OSError):  # closed meanwhile
-            if os.get_inheritable(descriptor) and _is_listener(descriptor):
-                found.add((descriptor, os.fstat(descriptor).st_ino))
-    return frozenset(found)
+    return _inheritable(_listens)
 
 
-def shut(listeners: Listeners) -> None:
+def inheritable_connections() -> Sockets:
+    """Return the connected TCP sockets that a child process would inherit: those of gloo."""
+    return _inheritable(_is_connected)
+
+
+def end(connections: Sockets) -> None:
+    """End these connections: both sides' waits on them fail at once. What was sent before still
+    arrives. The owner keeps its descriptors. Closed ones are skipped. Any thread may call it."""
+    for descriptor, inode in connections:
+        with contextlib.suppress(OSError), borrowed(descriptor) as connection:
+            if os.fstat(connection.fileno()).st_ino == inode:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def shut(listeners: Sockets) -> None:
     """Stop new connections to these sockets. Sockets that are already closed are skipped."""
     for descriptor, inode in listeners:
         with contextlib.suppress(OSError):
@@ -75,13 +84,33 @@ def _descriptors() -> list[int]:
     return [int(entry.name) for entry in _DESCRIPTORS.iterdir()]
 
 
-def _is_listener(descriptor: int) -> bool:
+def _inheritable(is_wanted: Callable[[socket.socket], bool]) -> Sockets:
+    found = set()
+    for descriptor in _descriptors():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.get_inheritable(descriptor) and _is_tcp(descriptor, is_wanted):
+                found.add((descriptor, os.fstat(descriptor).st_ino))
+    return frozenset(found)
+
+
+def _is_tcp(descriptor: int, is_wanted: Callable[[socket.socket], bool]) -> bool:
     if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
         return False
-    with borrowed(descriptor) as listener:
-        return listener.family in _FAMILIES and bool(
-            listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        )
+    with borrowed(descriptor) as found:
+        is_tcp = found.family in _FAMILIES and found.type == socket.SOCK_STREAM
+        return is_tcp and is_wanted(found)
+
+
+def _listens(found: socket.socket) -> bool:
+    return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _is_connected(found: socket.socket) -> bool:
+    try:
+        found.getpeername()
+    except OSError:
+        return False
+    return True
 
 
 class ListenerWatch:
@@ -93,7 +122,7 @@ class ListenerWatch:
     def __init__(self, max_strays: int = MAX_STRAYS) -> None:
         self.is_flooded = False
         self._max_strays = max_strays
-        self._before: Listeners = frozenset()
+        self._before: Sockets = frozenset()
         self._highest = 0
         self._over = threading.Event()
         self._watch = threading.Thread(target=self._look, name="listener-watch", daemon=True)

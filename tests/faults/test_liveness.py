@@ -185,9 +185,13 @@ def test_survivor_is_not_lost_while_its_neighbour_is_replaced(faulty, serving, c
     stopper = Stopper(faulty.pids[1])
     interrupted = []
 
+    def stop_once_it_hangs() -> None:
+        wait_until(lambda: not faulty.faults[0].armed, "a step in which rank 0 hangs")
+        stopper()
+
     def act() -> None:
         faulty.faults[0].put(Fault("forward", "hang", seconds=0.0, is_ended_by_test=True))
-        stopper()
+        threading.Thread(target=stop_once_it_hangs).start()
 
     def interrupt(event: LivenessEvent) -> None:
         if (event.kind, event.rank) == ("suspect", 1) and not interrupted:

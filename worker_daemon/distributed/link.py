@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
-from rendezvous.listeners import ListenerWatch
+from rendezvous.listeners import ListenerWatch, Sockets, end, inheritable_connections
 from rendezvous.store import member_proof
 from rpc_schema.errors import CommError
 from worker_daemon.distributed.parallel_state import ParallelState
@@ -77,6 +77,8 @@ class Link:
         """Memory that the ranks of this stage share."""
         self._device = device
         self._store: RendezvousStore | None = None
+        self._connections: Sockets = frozenset()
+        """Those of gloo's groups; empty with NCCL."""
         self.is_aborted = False
         """True once the output of the link's kernels is invalid. Any thread may read it."""
 
@@ -89,8 +91,8 @@ class Link:
         ranks have connected, gloo's listeners are shut when it ends, and each pair proves that it
         holds the secret. NCCL creates a collective's communicator at its first message, which
         blocks and takes memory, so the first messages are sent here, before any memory baseline.
-        Blocks until all ranks have connected. timeout_s bounds every later wait on gloo; on NCCL
-        only abort() ends a wait.
+        Blocks until all ranks have connected. timeout_s bounds every later wait on gloo, if abort()
+        has not ended it; on NCCL only abort() ends a wait.
 
         Raises:
             CommError: they did not connect within rendezvous_limit_s(timeout_s), or a stranger did.
@@ -132,9 +134,10 @@ class Link:
         if self.backend != "gloo":
             self._make_open_groups(store, state, timeout_s)
             return
-        watch = ListenerWatch()
+        others, watch = inheritable_connections(), ListenerWatch()
         with _flooding(watch), watch:
             self._make_open_groups(store, state, timeout_s)
+        self._connections = inheritable_connections() - others
 
     def _make_open_groups(
         self, store: distributed_c10d.PrefixStore, state: ParallelState, timeout_s: float
@@ -157,16 +160,23 @@ class Link:
         if self.is_aborted:
             raise CommError("the link was aborted", fix="relink the group")
 
-    def abort(self) -> bool:
-        """Unblock all waits in NCCL calls and on peer memory at once; return True if there was a
-        link to abort. gloo has no abort, so only the timeout ends its waits.
+    def abort(self, *, frees_peers: bool) -> bool:
+        """Unblock all waits for other ranks at once; return True if that could be done.
 
-        All groups are aborted at once: an abort frees memory, and CUDA delays that until the
-        kernels of the other groups have ended too. Sequential aborts would wait for each other.
+        gloo has no abort. With frees_peers its connections end, so the peers' waits for this rank
+        fail too, as with a lost peer. Without it, waits on gloo last until their timeout, and each
+        peer that hangs finds that out itself.
+
+        All of NCCL's groups are aborted at once: an abort frees memory, and CUDA delays that until
+        the kernels of the other groups have ended too. Sequential aborts would wait for each other.
         """
         members = [group for group in self._members() if group is not None]
-        if self.backend != "nccl" or not members:
+        if not members:
             return False
+        if self.backend == "gloo":
+            if frees_peers:
+                end(self._connections)
+            return frees_peers
         self.is_aborted = True
         self.peers.stop()
         aborts = [threading.Thread(target=group.abort, daemon=True) for group in members]
@@ -191,7 +201,7 @@ class Link:
 
         Returns the thread that disposes of them; it may take until their timeout.
         """
-        self.abort()
+        self.abort(frees_peers=True)
         if self._store is not None:
             self._store.end()
         left_behind: list[object] = [*self._members(), dist.group.WORLD, self._store]

@@ -78,8 +78,9 @@ class WorkerLike(Protocol):
     def describe(self) -> WorkerDescription:
         """Describe the worker's current state."""
 
-    def abort_link(self) -> bool:
-        """End every wait for other ranks; return True if there was a link to abort. Called from the
+    def abort_link(self, *, frees_peers: bool) -> bool:
+        """End every wait for other ranks; return True if that could be done. frees_peers: also end
+        their waits for this rank, where the link's backend can end none alone. Called from the
         guard thread."""
 
     def dump_link(self) -> bytes:

@@ -158,9 +158,9 @@ class RankDevice:
         if disposal is not None:
             disposal.join(_DISPOSAL_S)
 
-    def abort(self) -> bool:
-        """Abort waits in NCCL; return True if there was a link to abort."""
-        return self._newest_link is not None and self._newest_link.abort()
+    def abort(self, *, frees_peers: bool) -> bool:
+        """Abort waits for other ranks. See Link.abort; False without a link."""
+        return self._newest_link is not None and self._newest_link.abort(frees_peers=frees_peers)
 
     def dump(self) -> bytes:
         """Return the communicators' last operations, as JSON; empty if they are not recorded."""

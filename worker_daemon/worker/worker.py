@@ -757,12 +757,12 @@ class Worker:
         if self._serving_or_none is not None:
             self._serving_or_none.drain_transfers_if_healthy()
 
-    def abort_link(self) -> bool:
-        """Abort waits in NCCL; return True if there was a link to abort. A wait for a trainer is
-        ended without the link. Called by the guard thread."""
+    def abort_link(self, *, frees_peers: bool) -> bool:
+        """Abort waits for other ranks; see Link.abort. A wait for a trainer is ended without the
+        link. Called by the guard thread."""
         if self._transfer.abort():
             return False
-        return self._device.abort()
+        return self._device.abort(frees_peers=frees_peers)
 
     def dump_link(self) -> bytes:
         """Return the communicators' last operations, as JSON; empty if they are not recorded.

@@ -20,7 +20,7 @@ from worker_daemon.contracts.window import Window
 from worker_daemon.distributed import link
 from worker_daemon.distributed.link import Link, RendezvousPoint
 from worker_daemon.distributed.parallel_state import ParallelState
-from worker_daemon.distributed.pp import HopShape, StageInbound, StageOutbound
+from worker_daemon.distributed.pp import STATUS_OK, HopShape, StageInbound, StageOutbound
 from worker_daemon.distributed.symmetric import BLANK, Peers
 from worker_daemon.distributed.tokens import TokenBroadcast
 from worker_daemon.distributed.tp import tensor_parallel
@@ -338,6 +338,31 @@ def receive_until_broken(rank):
     except CommError:
         return "CommError", time.monotonic() - began
     return "arrived", time.monotonic() - began
+
+
+def receive_until_aborted(rank, frees_peers):
+    """As receive_until_broken; another thread aborts the link meanwhile."""
+    abort = threading.Timer(0.5, Member.link.abort, kwargs={"frees_peers": frees_peers})
+    abort.start()
+    outcome = receive_until_broken(rank)
+    abort.join()
+    return outcome
+
+
+def send_and_leave(rank):
+    """Leaves the link as soon as a step is sent."""
+    _, outbound = _ends(8, torch.float32, 2)
+    outbound.send(torch.ones(3, 8), 3, torch.tensor(STATUS_OK), 1)
+    outbound.settle()
+    leave()
+
+
+def receive_late(rank):
+    """Takes the step of send_and_leave after that. Returns (its sum, status)."""
+    time.sleep(0.5)
+    inbound, _ = _ends(8, torch.float32, 2)
+    hidden, status = inbound.post(3, 1).wait()
+    return hidden.sum().item(), int(status)
 
 
 def collect_until_broken(rank):

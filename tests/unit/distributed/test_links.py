@@ -129,6 +129,38 @@ def test_survivors_of_a_killed_peer_link_anew_with_a_fresh_process(connected, po
     assert pool.run(3, "return_tokens", 4, 2, 3) == [0, 0, 0]
 
 
+def test_abort_frees_a_rank_and_those_that_wait_for_it(connected):
+    """Nobody is dead: rank 0 waits for rank 2, which waits for rank 1, which does nothing."""
+    timeout_s = 100.0
+    pool = connected(3, 1, timeout_s=timeout_s)
+    pool.ranks[0].start("collect_until_broken", 0)
+    pool.ranks[2].start("receive_until_aborted", 2, True)
+    for index in (0, 2):
+        outcome, (error, seconds) = pool.ranks[index].outcome()
+        assert (outcome, error) == ("returned", "CommError")
+        assert seconds < timeout_s / 2
+
+
+def test_abort_of_its_own_hang_leaves_the_peers_to_their_timeouts(connected):
+    """Rank 0 hangs as well, and must not take rank 2's abort for the loss of a peer."""
+    timeout_s = 2.0
+    pool = connected(3, 1, timeout_s=timeout_s)
+    pool.ranks[0].start("collect_until_broken", 0)
+    pool.ranks[2].start("receive_until_aborted", 2, False)
+    for index in (0, 2):
+        outcome, (error, seconds) = pool.ranks[index].outcome()
+        assert (outcome, error) == ("returned", "CommError")
+        assert seconds > timeout_s / 2
+
+
+def test_what_was_sent_arrives_though_the_sender_has_left(connected):
+    pool = connected(2, 1)
+    pool.ranks[1].start("receive_late", 1)
+    pool.ranks[0].start("send_and_leave", 0)
+    assert pool.ranks[0].outcome() == ("returned", None)
+    assert pool.ranks[1].outcome() == ("returned", (24.0, STATUS_OK))
+
+
 def test_linking_again_and_again_leaves_no_threads_behind(connected, pool):
     connected(2, 2)
     assert pool.run(4, "leave") == [True] * 4

@@ -2,6 +2,7 @@
 stranger gets nothing, whatever it sends or opens."""
 
 import contextlib
+import os
 import socket
 import struct
 import threading
@@ -10,7 +11,12 @@ import time
 import pytest
 import torch.distributed as dist
 
-from rendezvous.listeners import ListenerWatch, inheritable_listeners
+from rendezvous.listeners import (
+    ListenerWatch,
+    end,
+    inheritable_connections,
+    inheritable_listeners,
+)
 from rendezvous.store import (
     MAX_STORED_BYTES,
     MAX_UNPROVEN,
@@ -215,6 +221,27 @@ def test_flood_shuts_them_before_gloo_runs_out_of_descriptors():
         wait_until(lambda: watch.is_flooded, "the flood was seen")
         assert not gets_in(address)
     del device
+
+
+def test_connections_end_on_both_sides_and_no_other_socket_of_that_number():
+    with socket.create_server((HOST, 0)) as listener:
+        ends = [socket.create_connection(listener.getsockname()) for _ in range(2)]
+        accepted = [listener.accept()[0] for _ in ends]
+        listener.set_inheritable(True)
+        for own in ends:
+            own.set_inheritable(True)
+        found = {(own.fileno(), os.fstat(own.fileno()).st_ino) for own in ends}
+        assert found <= inheritable_connections()
+        assert listener.fileno() not in {descriptor for descriptor, _ in inheritable_connections()}
+        accepted[0].sendall(b"sent before")
+        successor = (ends[1].fileno(), 0)  # as if another socket had got the descriptor
+        end(frozenset({(ends[0].fileno(), os.fstat(ends[0].fileno()).st_ino), successor}))
+        assert ends[0].recv(99) + ends[0].recv(99) == b"sent before"
+        assert accepted[0].recv(99) == b""
+        ends[1].sendall(b"still open")
+        assert accepted[1].recv(99) == b"still open"
+        for own in ends + accepted:
+            own.close()
 
 
 def listener_since(before):

@@ -122,7 +122,7 @@ def test_abort_of_the_link_fails_results_that_are_awaited():
         NoTokens(IDENTITY, status(STATUS_OK), link, HISTORY),
         DeliveredOutput(IDENTITY, *columns(np.array([2])), delivered, link, HISTORY),
     ]
-    assert link.abort()
+    assert link.abort(frees_peers=False)
     for output in awaited:
         with pytest.raises(CommError, match=r"aborted.*relink the group"):
             output.result()

@@ -218,7 +218,7 @@ class FakeWorker:
             memory |= {"x" * 1000 + str(number): number for number in range(1100)}
         return WorkerDescription(self.device, self.config, None, memory)
 
-    def abort_link(self) -> bool:
+    def abort_link(self, *, frees_peers: bool) -> bool:
         self._aborted.set()
         return True
 

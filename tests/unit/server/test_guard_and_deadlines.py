@@ -26,11 +26,15 @@ class Aborts:
 
     def __init__(self, *, had_link: bool) -> None:
         self.had_link = had_link
-        self.count = 0
+        self.freed_peers: list[bool] = []
         self.told: list[tuple[int, str]] = []
 
-    def abort_link(self) -> bool:
-        self.count += 1
+    @property
+    def count(self) -> int:
+        return len(self.freed_peers)
+
+    def abort_link(self, *, frees_peers: bool) -> bool:
+        self.freed_peers.append(frees_peers)
         return self.had_link
 
     def dump_link(self) -> bytes:
@@ -50,8 +54,8 @@ class SlowAborts(Aborts):
         super().__init__(had_link=True)
         self._may_end = may_end
 
-    def abort_link(self) -> bool:
-        return super().abort_link() and self._may_end.wait(10.0)
+    def abort_link(self, *, frees_peers: bool) -> bool:
+        return super().abort_link(frees_peers=frees_peers) and self._may_end.wait(10.0)
 
 
 class Listener:
@@ -98,6 +102,7 @@ def test_phase_and_result_that_hang_together_are_each_reported_once(reports) -> 
         (7, "RESULT 3 is past its deadline"),
     ]
     assert (guard.num_hangs, guard.num_aborts) == (2, 2)
+    assert aborts.freed_peers == [False, False], "peers that hang too report that themselves"
 
 
 def test_abort_without_a_link_is_told_to_nobody(reports) -> None:
@@ -128,7 +133,7 @@ def test_an_abort_that_was_asked_for_an_older_link_leaves_the_new_one_alone(repo
     guard.stop()
     assert guard.thread.join_within(5.0)
     assert [cause for _, cause in aborts.told] == ["the first", "the new link's"]
-    assert aborts.count == 2
+    assert aborts.freed_peers == [True, True]
 
 
 def hang_on(guard: Guard, progress: Progress, aborts: Aborts, *links: int) -> None:

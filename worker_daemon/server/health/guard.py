@@ -158,7 +158,7 @@ class Guard:
         while self._running:
             link, cause = self._next_request()
             if cause and link == self._progress.link:
-                self._abort(cause)
+                self._abort(cause, frees_peers=True)
             now = time.monotonic()
             self._arm(self._progress.stamp, now)
             self._watch_phase(self._progress.stamp, now)
@@ -181,13 +181,13 @@ class Guard:
         due = (progress.stamp.deadline, progress.result.deadline, slow_at)
         return min(TICK_S, *(at - now if at > now else TICK_S for at in due))
 
-    def _abort(self, cause: str) -> None:
+    def _abort(self, cause: str, *, frees_peers: bool) -> None:
         logger.warning("aborting the link: %s", cause)
         if self._worker is None:
             return
         link = self._progress.link
         try:
-            if self._worker.abort_link():
+            if self._worker.abort_link(frees_peers=frees_peers):
                 self.num_aborts += 1
                 self._on_abort(link, cause)
         except Exception:
@@ -209,9 +209,11 @@ class Guard:
             self._end_hang(stamp, now)
 
     def _end_hang(self, stamp: Stamp, now: float) -> None:
-        """Abort the link that a phase hangs on; report a relapse."""
+        """Abort the link that a phase hangs on; report a relapse. Peers that hang in the same step
+        are left to their own guards: a freed one would report a lost connection instead, and forget
+        that it hung."""
         link = self._progress.link
-        self._abort(f"{stamp.phase} is past its deadline")
+        self._abort(f"{stamp.phase} is past its deadline", frees_peers=False)
         if self.hangs.is_relapse(link, now):
             self._listener.relapsed(
                 f"{stamp.phase} hangs on link {link}, less than {RELAPSE_S:.0f} s after the link "

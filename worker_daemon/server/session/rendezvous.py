@@ -48,8 +48,8 @@ class LinkRendezvous:
         return lc.OpenRendezvousReply(call=message.call, place=place)
 
     def abort_link(self, message: lc.AbortLink) -> ControlReplyMessage:
-        """Abort waits for other ranks: NCCL is aborted and the rendezvous server closed; with gloo,
-        the connections to a lost peer have ended already. Raises as need_attached does."""
+        """Abort waits for other ranks, in the link and in a rendezvous. Raises as need_attached
+        does."""
         self._need_attached(message.epoch)
         link, cause = self._progress.link, one_line(message.cause, MAX_CAUSE_BYTES)
         self._guard.hangs.forgive()
