@@ -111,9 +111,9 @@ class ModelConfig(Value, frozen=True, kw_only=True):
     max_model_len: Positive | None = None
     """Longest prompt plus output in tokens; None takes the model's own limit."""
     enable_expert_parallel: bool = False
-    """Divide experts over the tensor-parallel ranks, in order, the first ranks having one more if
-    they do not divide evenly; otherwise each rank has a part of every expert. Only for models with
-    experts."""
+    """Divide experts over the tensor-parallel ranks, of all replicas in lockstep, in order, the
+    first ranks having one more if they do not divide evenly; otherwise each rank has a part of
+    every expert. Only for models with experts."""
     seed: Unsigned = 0
     """Seed of dummy weights; sampling seeds belong to requests."""
     enable_sleep_mode: bool = False

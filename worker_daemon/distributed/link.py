@@ -38,6 +38,14 @@ class LinkGroups:
     """This rank (0), and the same tensor-parallel rank of the next stage (1)."""
     pipeline: dist.ProcessGroup | None
     """This tensor-parallel rank of every stage, first to last. Sampled tokens return over it."""
+    experts: dist.ProcessGroup | None = None
+    """All tensor-parallel ranks of this stage of all replicas in lockstep, replica after replica:
+    they may share experts. None for one replica."""
+
+    @property
+    def all(self) -> tuple[dist.ProcessGroup | None, ...]:
+        """Every field."""
+        return self.stage, self.from_previous, self.to_next, self.pipeline, self.experts
 
 
 ABORT_LIMIT_S = 2.0
@@ -170,7 +178,7 @@ class Link:
         All of NCCL's groups are aborted at once: an abort frees memory, and CUDA delays that until
         the kernels of the other groups have ended too. Sequential aborts would wait for each other.
         """
-        members = [group for group in self._members() if group is not None]
+        members = [group for group in self.groups.all if group is not None]
         if not members:
             return False
         if self.backend == "gloo":
@@ -204,7 +212,7 @@ class Link:
         self.abort(frees_peers=True)
         if self._store is not None:
             self._store.end()
-        left_behind: list[object] = [*self._members(), dist.group.WORLD, self._store]
+        left_behind: list[object] = [*self.groups.all, dist.group.WORLD, self._store]
         self.groups = NO_GROUPS
         self._store = None
         self.peers.leave()
@@ -216,10 +224,6 @@ class Link:
         disposal = threading.Thread(target=left_behind.clear, name="link-disposal", daemon=True)
         disposal.start()
         return disposal
-
-    def _members(self) -> list[dist.ProcessGroup | None]:
-        groups = self.groups
-        return [groups.stage, groups.from_previous, groups.to_next, groups.pipeline]
 
 
 def rendezvous_limit_s(timeout_s: float) -> float:
@@ -288,6 +292,9 @@ def _make_groups(state: ParallelState, timeout: timedelta, device: torch.device)
         from_previous=hops.get((state.pp_rank - 1, state.tp_rank)),
         to_next=hops.get((state.pp_rank, state.tp_rank)),
         pipeline=keep(pipelines),
+        experts=keep([make(state.expert_ranks(pp_rank)) for pp_rank in range(state.pp_size)])
+        if state.lockstep
+        else None,
     )
 
 
@@ -309,6 +316,9 @@ def _warm_up(groups: LinkGroups, state: ParallelState, device: torch.device) -> 
         all_gather(gathered, byte, groups.stage)
     if groups.pipeline is not None:
         dist.broadcast(byte.clone(), group=groups.pipeline, group_src=state.pp_size - 1)
+    if groups.experts is not None:
+        gathered = torch.zeros(groups.experts.size(), dtype=torch.uint8, device=device)
+        all_gather(gathered, byte, groups.experts)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -333,7 +343,7 @@ def _prove(groups: LinkGroups, secret: bytes) -> None:
     Raises:
         CommError: a peer has no proof.
     """
-    for group in (groups.stage, groups.from_previous, groups.to_next, groups.pipeline):
+    for group in groups.all:
         if group is not None:
             name = f"link ranks {dist.get_process_group_ranks(group)}"
             prove_members(secret, name, group)

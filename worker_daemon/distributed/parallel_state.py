@@ -9,7 +9,7 @@ from worker_daemon.errors import config_error
 class ParallelState:
     """This daemon's coordinates. The global rank is dp_rank * world_size + pp_rank * tp_size +
     tp_rank. A link connects the ranks of one replica, or of all replicas if they are in
-    lockstep; no communicator has ranks of two replicas."""
+    lockstep. Only the communicators of stages that share experts have ranks of two replicas."""
 
     pp_size: int
     tp_size: int
@@ -95,6 +95,12 @@ class ParallelState:
     def stage_ranks(self, pp_rank: int) -> list[int]:
         """Return the ranks within the replica of one stage: a tensor-parallel group."""
         return [self.rank_of(pp_rank, tp_rank) for tp_rank in range(self.tp_size)]
+
+    def expert_ranks(self, pp_rank: int) -> list[int]:
+        """Return the ranks within the link of one stage of all its replicas, replica after
+        replica."""
+        firsts = range(0, self.group_size, self.world_size)
+        return [first + rank for first in firsts for rank in self.stage_ranks(pp_rank)]
 
     def pipeline_ranks(self, tp_rank: int) -> list[int]:
         """Return the ranks within the replica with this tensor-parallel rank, first stage to

@@ -11,7 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from worker_daemon.contracts.experts import ClampedSwiGLU, ExpertMatrices, Routing
+from worker_daemon.contracts.experts import (
+    ClampedSwiGLU,
+    ExpertMatrices,
+    RoutedTokens,
+    Routing,
+)
 from worker_daemon.contracts.layer_ops import NormedSum
 from worker_daemon.errors import config_error
 from worker_daemon.layers.expert_loads import LayerLoad
@@ -63,7 +68,8 @@ class ExpertsBlock:
 
     Tensor parallelism splits the inner size of each expert, expert parallelism the list of experts:
     the sum over the ranks is the same. All ranks compute the same routing. The shared expert is
-    always split.
+    always split. If replicas share the experts, each routes its own tokens, and the ranks of all
+    exchange them (distributed/ep.py).
     """
 
     def __init__(
@@ -88,6 +94,14 @@ class ExpertsBlock:
         routed = _RoutedStep(self._experts, query_start_loc)
         return self._norm.project(routed, part, residual)
 
+    def join(self) -> None:
+        """Compute this rank's experts for the tokens of other replicas, with none of its own.
+
+        Raises:
+            CommError: see ReplicaExperts.run.
+        """
+        self._experts.join()
+
     def parameters(self) -> Iterator[Parameter]:
         yield from self._norm.parameters()
         yield from self._experts.parameters()
@@ -102,6 +116,7 @@ class _Experts:
         self._spec = spec
         self._load = load
         self._ops = setup.ops
+        self._exchange = setup.replica_experts
         self._chosen = setup.chosen_experts
         self._index = 0 if self._chosen is None else self._chosen.add()
         router, count = f"{name}.{spec.router}", spec.num_experts
@@ -149,8 +164,23 @@ class _Experts:
         )
         if self._chosen is not None:
             self._chosen.note(self._index, routed.experts)
-        y = self._ops.experts.multiply(x, routed, self._matrices)
+        if self._exchange is None:
+            y = self._multiply(x, routed)
+        else:
+            y = self._exchange.run(x, routed, self._multiply)
         return (y if self._shared is None else y + self._shared.forward(x)), total
+
+    def join(self) -> None:
+        """See ExpertsBlock.join."""
+        assert self._exchange is not None, "other replicas share the experts"
+        top_k, x = self._spec.routing.top_k, self._router.data[:0]
+        experts = x.new_empty((0, top_k), dtype=torch.int32)
+        if self._chosen is not None:
+            self._chosen.note(self._index, experts)
+        self._exchange.run(x, RoutedTokens(experts, experts.float()), self._multiply)
+
+    def _multiply(self, x: Tensor, routed: RoutedTokens) -> Tensor:
+        return self._ops.experts.multiply(x, routed, self._matrices)
 
     @property
     def _replayed(self) -> Tensor | None:
@@ -291,8 +321,9 @@ def _data(parameter: Parameter | None) -> Tensor | None:
 def _rank_pieces(name: str, spec: ExpertsSpec, setup: LayerSetup) -> ExpertPieces:
     """Return what this rank holds: with expert parallelism some experts as a whole, otherwise a
     part of the inner size of every expert."""
-    rank, size = setup.tp.rank, setup.tp.size
     experts, inner = range(spec.num_experts), range(spec.intermediate_size)
+    place = setup.tp if setup.replica_experts is None else setup.replica_experts
+    rank, size = place.rank, place.size
     if setup.expert_parallel:
         base, rest = divmod(spec.num_experts, size)
         first = rank * base + min(rank, rest)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from worker_daemon.contracts.layer_ops import LayerOps
+from worker_daemon.distributed.ep import ReplicaExperts
 from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.layers.adapters import AdapterLayout, MatrixAdapters
 from worker_daemon.layers.expert_loads import ExpertLoads
@@ -41,6 +42,9 @@ class LayerSetup:
     """The stage's expert load counters; each layer with experts adds its own."""
     chosen_experts: ChosenExperts | None = None
     """Takes the choices of the layers with experts; None: nobody asks for them."""
+    replica_experts: ReplicaExperts | None = None
+    """The ranks of all replicas that share the experts, with expert_parallel; None: only this
+    replica's tensor-parallel ranks."""
 
     def parameter(self, name: str, shape: tuple[int, ...], pieces: Iterable[Piece]) -> Parameter:
         """Return a parameter of zeros. Owned by the caller."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from worker_daemon.contracts.attention import AttentionBackend, AttentionMetadata, AttentionStep
 from worker_daemon.contracts.layer_ops import LayerOps
+from worker_daemon.distributed.ep import ReplicaExperts
 from worker_daemon.distributed.tp import SingleRank, TensorParallel
 from worker_daemon.layers.adapters import AdapterLayout
 from worker_daemon.layers.attention import NullAttention
@@ -93,6 +94,11 @@ class DecoderLayer:
         if isinstance(self._mlp, ExpertsBlock):
             return self._mlp.forward(part, residual, step.metadata.query_start_loc)
         return self._mlp.forward(part, residual)
+
+    @property
+    def experts(self) -> ExpertsBlock | None:
+        """Its block with experts; None without."""
+        return self._mlp if isinstance(self._mlp, ExpertsBlock) else None
 
     def parameters(self) -> Iterator[Parameter]:
         yield from self._attention.parameters()
@@ -203,8 +209,13 @@ class DecoderStage:
 
         kv_caches holds one cache per local layer; it may be empty under NullAttention. metadata
         also holds one per local layer, the same object for layers of one KV group. hidden is not
-        changed.
+        changed. If replicas share the experts, this is one forward pass of all of them, which
+        ReplicaExperts.begin has begun.
         """
+        exchange = self._setup.replica_experts
+        if exchange is not None and not hidden.shape[0]:
+            self.join_experts()
+            return hidden
         if self._start is not None and self._start.encoder is not None:
             hidden = self._start.encoder.forward(hidden, positions)
         no_table = hidden.new_empty(0)
@@ -217,7 +228,25 @@ class DecoderStage:
             if own is not step.metadata or table is not step.rotary_table:
                 step = AttentionStep(positions, table, own)
             part, hidden = layer.forward(part, hidden, kv_cache, step, self._attention)
+        if exchange is not None:
+            exchange.end()
         return residual_stream(part, hidden, self._setup.ops, self._setup.tp)
+
+    def join_experts(self) -> None:
+        """Make the exchanges that other replicas still expect in the forward pass that has begun,
+        without tokens; end it. Do nothing if there is none.
+
+        Raises:
+            CommError: see ReplicaExperts.run.
+        """
+        exchange = self._setup.replica_experts
+        if exchange is None or not exchange.is_open:
+            return
+        layers = [layer for layer in self._layers if isinstance(layer, DecoderLayer)]
+        blocks = [layer.experts for layer in layers if layer.experts is not None]
+        for block in blocks[exchange.num_done :]:
+            block.join()
+        exchange.end()
 
     def new_gathered(self, num_rows: int) -> Tensor:
         """Last stage only: return memory for logits [num_rows, V], like gather_logits's result."""
@@ -366,10 +395,12 @@ def build_stage(
     *,
     has_fp8_cache: bool = False,
     keeps_experts: bool = False,
+    replica_experts: ReplicaExperts | None = None,
 ) -> DecoderStage:
     """Return a stage with zero weights. The partition must have passed `check_partition`.
     adapters: an empty layout, which takes the matrices that adapters may change. has_fp8_cache: its
     layers get scales for a KV cache in FP8. keeps_experts: it collects the choices of its routers.
+    replica_experts: the ranks of all replicas that share the experts, with expert_parallel.
     Raises ConfigError if the quantization does not fit merged matrices, or this rank's parts.
 
     max_model_len (tokens) is the length of the rotary tables: positions must be smaller. With tied
@@ -387,6 +418,7 @@ def build_stage(
         has_fp8_cache,
         config.expert_parallel,
         chosen_experts=ChosenExperts() if keeps_experts else None,
+        replica_experts=replica_experts,
     )
     embedding, start, end = None, None, None
     if is_first or (is_last and config.is_tied):

@@ -7,8 +7,9 @@ from worker_daemon.errors import config_error
 from worker_daemon.models.description import DecoderConfig
 
 
-def check_partition(config: DecoderConfig, pp_size: int, tp_size: int) -> None:
-    """Raise ConfigError unless pp_size stages of tp_size ranks can share the model."""
+def check_partition(config: DecoderConfig, pp_size: int, tp_size: int, dp_size: int = 1) -> None:
+    """Raise ConfigError unless pp_size stages of tp_size ranks can share the model. dp_size: number
+    of replicas that share its experts."""
     _require_positive("pipeline_parallel_size", pp_size)
     _require_positive("tensor_parallel_size", tp_size)
     _check_stage_count(config.num_hidden_layers, pp_size)
@@ -20,6 +21,13 @@ def check_partition(config: DecoderConfig, pp_size: int, tp_size: int) -> None:
         if experts.num_experts < tp_size:
             problem = f"is more than the {experts.num_experts} experts that are to be divided"
             raise _tp_error(tp_size, problem, "use fewer ranks, or no expert parallelism")
+        if experts.num_experts < tp_size * dp_size:
+            problem = (
+                f"{dp_size} replicas of {tp_size} ranks are more than the {experts.num_experts} "
+                "experts that are to be divided"
+            )
+            fix = "use fewer replicas or ranks, or no expert parallelism"
+            raise config_error("data_parallel_size", dp_size, problem, fix)
     kv_heads = tp_size if config.heads is None else config.heads.num_key_value_heads
     if kv_heads % tp_size and tp_size % kv_heads:
         raise _tp_error(

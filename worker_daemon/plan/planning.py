@@ -45,6 +45,7 @@ from rpc_schema.kv_cache import (
 from worker_daemon.contracts.experts import MAX_TILE_ROWS
 from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.device.memory import MemorySnapshot, request_memory
+from worker_daemon.distributed.ep import replica_experts
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.drafting.registry import drafter_bytes
@@ -481,11 +482,18 @@ def _rank_sizes(
     parallel = config.parallel
     pp_size, tp_size = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
     decoder = resolved.decoder
-    check_partition(decoder, pp_size, tp_size)
+    shares = parallel.data_parallel_lockstep and decoder.expert_parallel
+    check_partition(decoder, pp_size, tp_size, parallel.data_parallel_size if shares else 1)
     if draft is not None:
         check_partition(draft.decoder, 1, tp_size)
     layers = partition_layers(decoder.num_hidden_layers, pp_size, parallel.layer_partition)
-    states = [ParallelState(pp_size, tp_size, rank) for rank in range(parallel.world_size)]
+    # Replica 0: if the experts do not divide evenly, the first ranks have one more.
+    states = [
+        ParallelState(
+            pp_size, tp_size, rank, parallel.data_parallel_size, parallel.data_parallel_lockstep
+        )
+        for rank in range(parallel.world_size)
+    ]
     try:
         return [
             _measure(
@@ -512,7 +520,8 @@ def _measure(
 ) -> _RankSizes:
     tp = tensor_parallel(state.tp_rank, state.tp_size)
     adapters = new_layout(config.lora.max_loras, config.lora.max_lora_rank)
-    stage = resolved.build_stage(layers, state, tp, TorchOps(), adapters)
+    experts = replica_experts(state) if resolved.decoder.expert_parallel else None
+    stage = resolved.build_stage(layers, state, tp, TorchOps(), adapters, replica_experts=experts)
     cache_dtype = resolve_cache_dtype(config.cache, resolved)
     specs = describe_layers(stage.kv_layer_specs, cache_dtype)
     weights_bytes, ropes = stage.num_parameters_bytes, stage.ropes
@@ -539,7 +548,8 @@ def _measure(
             mixed_size=max(each.mixed for each in widths),
             inner_size=_inner_size(decoder) // tp_size,
             routed_size=_routed_size(decoder, tp_size),
-            padded_size=_padded_size(decoder, tp_size),
+            padded_size=_padded_size(decoder, tp_size if experts is None else experts.size),
+            num_replicas=1 if experts is None else experts.dp_size,
             has_shared_expert=any(each and each.shared for each in decoder.layer_experts),
             vocab_size=num_logits,
             vocab_rows=padded_vocab_size(num_logits, tp_size) // tp_size,
@@ -574,10 +584,10 @@ def _inner_size(decoder: DecoderConfig) -> int:
     return max(decoder.intermediate_size or 0, *sizes, 0)
 
 
-def _padded_size(decoder: DecoderConfig, tp_size: int) -> int:
+def _padded_size(decoder: DecoderConfig, num_ranks: int) -> int:
     """Return the inner values of all padding rows at worst, if each expert's last tile has one
-    row."""
-    parts, ranks = (1, tp_size) if decoder.expert_parallel else (tp_size, 1)
+    row. num_ranks: those that share the experts."""
+    parts, ranks = (1, num_ranks) if decoder.expert_parallel else (num_ranks, 1)
     return max(
         (
             -(-experts.num_experts // ranks)

@@ -57,6 +57,8 @@ class StageWidths:
     """Inner values and results of a token's experts (kernels/experts.py); 0 without experts."""
     padded_size: int = 0
     """Inner values of the padding rows in all tiles of a step's experts; 0 without experts."""
+    num_replicas: int = 1
+    """Replicas whose tokens a rank's experts compute."""
     has_shared_expert: bool = False
     """The sum of a token's experts is alive while it passes the shared one."""
     dequantized_bytes: int = 0
@@ -96,7 +98,10 @@ def _layer_bytes(widths: StageWidths, tokens: int, gathered: int) -> int:
     # more.
     beside = hidden if widths.has_shared_expert else 0
     whole = beside + max(3 * widths.inner_size, widths.inner_size + hidden)
-    mlp = hidden + max(whole, widths.routed_size + hidden)
+    routed = widths.routed_size + hidden
+    if widths.num_replicas > 1:  # with the message of all ranks, its tokens, and their sums
+        routed = widths.num_replicas * (routed + 2 * hidden)
+    mlp = hidden + max(whole, routed)
     return (
         tokens * _ALIVE_IN_LAYER * hidden + max(attention, tokens * mlp + widths.padded_size)
     ) * widths.itemsize

@@ -11,6 +11,7 @@ from worker_daemon.contracts.logits_processor import MakeLogitsProcessor
 from worker_daemon.contracts.sampling import Sampling
 from worker_daemon.contracts.uploads import FindUpload
 from worker_daemon.distributed.bubbles import InputWaits, input_waits
+from worker_daemon.distributed.ep import ReplicaExperts
 from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.pp import HopShape, StageInbound, StageOutbound
@@ -46,6 +47,7 @@ from worker_daemon.runner.routed_experts import (
 )
 from worker_daemon.runner.row_tables import RowKernels, RowTables
 from worker_daemon.runner.scheduled_step import StepLimits
+from worker_daemon.runner.shared_experts import SharedExperts
 from worker_daemon.runner.stage_program import EagerProgram
 from worker_daemon.runner.staging import OpenStaging
 from worker_daemon.runner.step_layout import (
@@ -95,6 +97,13 @@ class RunnerParts:
     """None: the experts of tokens are not kept."""
     open_connector: OpenConnector | None = None
     """Opens the KV connector; None: no blocks leave the KV cache."""
+    experts: ReplicaExperts | None = None
+    """The ranks of all replicas that share the stage's experts; None: no other replica's."""
+
+    @property
+    def communicates(self) -> bool:
+        """True if the forward pass of a stage has collectives."""
+        return self.parallel.tp_size > 1 or self.experts is not None
 
     @property
     def depth(self) -> int:
@@ -179,6 +188,9 @@ def assemble_runner(
         waits=waits,
         history=history,
         connector=None if parts.open_connector is None else parts.open_connector(state),
+        shared_experts=(
+            None if parts.experts is None else SharedExperts(parts.experts, parts.stage)
+        ),
     )
 
 
@@ -281,7 +293,7 @@ def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool)
         runner.eager,
         torch.zeros((arriving, parts.width_in), dtype=parts.dtype, device=parts.device),
         parts.capture_stream,
-        holds_communication=parts.parallel.tp_size > 1,
+        holds_communication=parts.communicates,
         proposals=_proposals(runner, parts.device),
     )
 

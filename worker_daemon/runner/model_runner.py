@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rpc_schema.codec import Frame
-from rpc_schema.errors import CommError, DeviceError
+from rpc_schema.errors import CommError, DeviceError, InvalidStepError
 from rpc_schema.operations import StepMessage
 from rpc_schema.step import ExecuteDummyBatch, ExecuteModel, SampleTokens
 from rpc_schema.weight_transfer import RecomputeRequests
@@ -44,6 +44,7 @@ from worker_daemon.runner.scheduled_step import (
     ScheduledStep,
     StepExtensions,
 )
+from worker_daemon.runner.shared_experts import SharedExperts
 from worker_daemon.runner.stage_program import EagerProgram, StageProgram
 from worker_daemon.runner.step_sampler import StepSampler
 from worker_daemon.runner.token_history import TokenHistory
@@ -179,9 +180,11 @@ class ModelRunner:
         waits: InputWaits | None,
         history: TokenHistory,
         connector: KVConnector | None = None,
+        shared_experts: SharedExperts | None = None,
     ) -> None:
         """eager: runs steps until `use`; waits: measures the stage's waits for its input, None on a
-        sole stage; connector: moves blocks before steps, None if none may move."""
+        sole stage; connector: moves blocks before steps, None if none may move; shared_experts:
+        None unless replicas share experts."""
         self.state = state
         self.inputs = inputs
         self.eager = eager
@@ -195,6 +198,7 @@ class ModelRunner:
         self._rank = rank
         self._tp_size = tp_size
         self._num_ranks = num_ranks
+        self._shared_experts = shared_experts
         self._unsampled: dict[int, _Deferred] = {}
         """Rows that steps have deferred, by the step's seq."""
         self._token_versions = TokenVersions()
@@ -350,16 +354,27 @@ class ModelRunner:
             PrecededByError: an earlier step failed; this one ran only to keep the ranks in step.
             CommError: the link is broken.
         """
-        step = self.state.apply(request, arrays)
+        try:
+            step = self.state.apply(request, arrays)
+        except InvalidStepError:
+            if self._shared_experts is not None:
+                self._shared_experts.stand_in(self.state.tokens_of_replicas)
+            raise
         if request.resync is not None:
             self._unsampled.clear()
-        return self._run(step, self._identify(request))
+        return self._run(step, self._identify(request), lockstep=True)
 
     def execute_dummy_batch(self, request: ExecuteDummyBatch) -> PendingOutput | None:
         """Run one token through the stage, without a request."""
         return self._run(self.state.dummy_step(request.seq), self._identify(request))
 
-    def _run(self, step: ScheduledStep, identity: ReplyIdentity) -> PendingOutput | None:
+    def _run(
+        self, step: ScheduledStep, identity: ReplyIdentity, *, lockstep: bool = False
+    ) -> PendingOutput | None:
+        """lockstep: the step's message says what other replicas compute, if it is a driver's."""
+        if self._shared_experts is not None:
+            of_replicas = self.state.tokens_of_replicas if lockstep else None
+            self._shared_experts.begin(step.total_num_tokens, of_replicas)
         loaded: Loaded | None = None
         try:
             if step.step_values.data and self.connector is not None:
@@ -435,7 +450,8 @@ class ModelRunner:
 
         Two failures break the link: that of one rank of a tensor-parallel stage, whose peers are
         still in a collective, and that of a rank within an exchange. If the device is lost, nothing
-        can be sent: the process ends.
+        can be sent: the process ends. If replicas share experts, the only rank of a stage makes the
+        exchanges that those of other replicas expect.
         """
         self.state.mark_failed(seq)
         failure = typed_device_error(error)
@@ -443,17 +459,23 @@ class ModelRunner:
             return failure
         drop_scratch(error)
         try:
-            in_step = self._stage.give_up()
+            in_step = self._finish_experts() and self._stage.give_up()
         except Exception as second:
             failure, in_step = typed_device_error(second), False
             if isinstance(failure, CommError | DeviceError):
                 return failure
             drop_scratch(second)
-        if not in_step and self._num_ranks > 1:
+        if not in_step:
             return CommError(f"rank {self._rank} left the others waiting: {failure}")
         if self._tp_size > 1:
             return CommError(f"rank {self._rank} left a collective: {failure}")
         return failure
+
+    def _finish_experts(self) -> bool:
+        """Return False if other replicas wait for this rank's experts in vain."""
+        if self._shared_experts is None or self._tp_size > 1:
+            return True  # with tensor parallelism, the failure breaks the link
+        return self._shared_experts.finish()
 
     def _identify(self, request: StepMessage) -> ReplyIdentity:
         return ReplyIdentity(request.epoch, request.seq, self._rank, self._weights.version)

@@ -20,6 +20,9 @@ class ReplicaCounts:
         """dp_rank: the rank's replica, of dp_size."""
         self._dp_rank = dp_rank
         self._dp_size = dp_size
+        self.num_tokens: tuple[int, ...] | None = None
+        """Tokens of each replica in the last step that was taken, or refused for what else it has;
+        None if it had no such counts."""
 
     def take(self, step: ExecuteModel, arrays: Sequence[Frame]) -> Sequence[Frame]:
         """Check the counts, and return the step's other frames.
@@ -28,6 +31,7 @@ class ReplicaCounts:
             InvalidStepError: there are no counts of all replicas, one is negative, or those of this
                 rank's replica are not its step's.
         """
+        self.num_tokens = None
         if not arrays or len(arrays[-1]) != 2 * _INT32.itemsize * self._dp_size:
             size = f"{len(arrays[-1])} bytes" if arrays else "no frame"
             fix = f"replicas in lockstep: a last frame of int32 [{self._dp_size}, 2]"
@@ -35,6 +39,7 @@ class ReplicaCounts:
         counts = np.frombuffer(arrays[-1], _INT32).reshape(self._dp_size, 2)
         if (counts < 0).any():
             raise invalid("replica_counts", counts.tolist(), "numbers of requests and tokens")
+        self.num_tokens = tuple(counts[:, 1].tolist())
         own = [read_bitmap(step.scheduled).size, step.total_num_scheduled_tokens]
         if counts[self._dp_rank].tolist() != own:
             fix = f"those of replica {self._dp_rank}'s own step: {own}"

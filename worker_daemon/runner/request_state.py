@@ -101,6 +101,12 @@ class RequestState:
             self._counts.write(batch)
         return self._counts
 
+    @property
+    def tokens_of_replicas(self) -> tuple[int, ...] | None:
+        """The tokens of each replica in the last step, accepted or refused; None if it did not say
+        them, as a synthetic one, or if there is one replica."""
+        return None if self._lockstep is None else self._lockstep.num_tokens
+
     def num_requests(self) -> int:
         """Return the number of rows with a request. Any thread may call it."""
         return int(np.count_nonzero(self._counts.live))

@@ -72,6 +72,7 @@ from worker_daemon.worker.resolve import (
     check_host_tier,
     check_lora,
     check_routed_experts,
+    check_shared_experts,
     check_speculative,
     resolve_cache_dtype,
 )
@@ -212,6 +213,8 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
     processors = find_logits_processors(message.scheduler.logits_processors)
     if message.model.load_format == "tensorizer":
         require_tensorizer("load_format", "tensorizer")
+    if place.experts is not None and message.model.enable_expert_parallel:
+        check_shared_experts(message.model, message.graph, place.device)
     resolved = roots.resolve(message.model, set_phase, message.content)
     check_routed_experts(resolved, message.scheduler)
     check_host_tier(message.cache, resolved, in_lockstep=place.parallel.lockstep)
@@ -513,10 +516,18 @@ def _build_stage(
 ) -> DecoderStage:
     """Build the stage on the meta device, to learn its size."""
     decoder, parallel = resolved.decoder, place.parallel
-    check_partition(decoder, parallel.pp_size, parallel.tp_size)
+    experts = place.sharing_experts(decoder)
+    dp_size = 1 if experts is None else experts.dp_size
+    check_partition(decoder, parallel.pp_size, parallel.tp_size, dp_size)
     layers, ops = stage_layers(decoder, place), place.backend.make_ops()
     return resolved.build_stage(
-        layers, parallel, place.tp, ops, adapters, has_fp8_cache=has_fp8_cache
+        layers,
+        parallel,
+        place.tp,
+        ops,
+        adapters,
+        has_fp8_cache=has_fp8_cache,
+        replica_experts=experts,
     )
 
 

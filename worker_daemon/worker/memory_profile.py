@@ -85,8 +85,11 @@ def _compile_ahead(
     serving: Serving, opened: OpenedDevice, model: LoadedModel, compiler: KernelCompiler
 ) -> None:
     """Compile the steps' kernels, unless a marker says that the cache has all of them. The ranks of
-    a tensor-parallel stage capture collectives meanwhile, which none of them may skip."""
-    is_alone = opened.place.parallel.tp_size == 1
+    a tensor-parallel stage, or of replicas that share experts, have collectives meanwhile, which
+    none of them may skip."""
+    place = opened.place
+    shares = place.sharing_experts(model.resolved.decoder) is not None
+    is_alone = place.parallel.tp_size == 1 and not shares
     steps = describe_steps(opened, model)
     if is_alone and compiler.has_compiled(steps):
         return

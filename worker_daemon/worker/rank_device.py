@@ -17,6 +17,7 @@ from worker_daemon.device.health import CheckDevice, no_check
 from worker_daemon.device.init import open_capture_stream, open_device
 from worker_daemon.device.memory import MemorySnapshot, MemorySource
 from worker_daemon.device.threads import choose_threads
+from worker_daemon.distributed.ep import replica_experts
 from worker_daemon.distributed.link import Link, RendezvousPoint, rendezvous_limit_s
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
@@ -104,7 +105,8 @@ class RankDevice:
         timeout_s = message.scheduler.step_deadline_ms / 1000 + _PEER_GRACE_S
         backend = choose_backend(device)
         tp = tensor_parallel(parallel.tp_rank, parallel.tp_size, backend.make_reducer)
-        place = RankPlace(device, message.parallel, parallel, tp, backend)
+        experts = replica_experts(parallel)
+        place = RankPlace(device, message.parallel, parallel, tp, backend, experts)
         link = self._open_link(rendezvous, place, timeout_s)
         try:
             if self._capture_stream is None:
@@ -174,6 +176,8 @@ class RankDevice:
         link.open(place.parallel, rendezvous_point, timeout_s)
         try:
             place.tp.bind(link.groups.stage, link.peers)
+            if place.experts is not None:
+                place.experts.bind(link.groups.experts)
         except BaseException:
             link.leave()
             raise

@@ -12,6 +12,7 @@ import torch
 from rpc_schema.config import (
     MIN_STEP_DEADLINE_MS,
     CacheConfig,
+    GraphConfig,
     LoraConfig,
     ModelConfig,
     Quantization,
@@ -23,6 +24,7 @@ from rpc_schema.pooling import PooledStates, PooledTask, PoolingSupport
 from rpc_schema.routed_experts import RoutedExpertsShape
 from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.contracts.layer_ops import LayerOps
+from worker_daemon.distributed.ep import ReplicaExperts
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.errors import config_error
@@ -86,9 +88,10 @@ class ResolvedModel:
         adapters: AdapterLayout | None = None,
         *,
         has_fp8_cache: bool = False,
+        replica_experts: ReplicaExperts | None = None,
     ) -> DecoderStage:
-        """Return a rank's stage without memory: its parameters have only shapes. adapters and
-        has_fp8_cache: see models.decoder.build_stage."""
+        """Return a rank's stage without memory: its parameters have only shapes. adapters and the
+        options: see models.decoder.build_stage."""
         return build_stage(
             self.decoder,
             layers,
@@ -103,6 +106,7 @@ class ResolvedModel:
             adapters,
             has_fp8_cache=has_fp8_cache,
             keeps_experts=self.routed_experts is not None,
+            replica_experts=replica_experts,
         )
 
 
@@ -194,6 +198,17 @@ def check_routed_experts(model: ResolvedModel, scheduler: SchedulerConfig) -> No
         problem = f"the experts of a step's tokens take {shape.bytes_per_token} bytes each"
         fix = f"at most {shape.max_positions}, or leave out enable_return_routed_experts"
         raise config_error("scheduler.max_num_batched_tokens", most, problem, fix)
+
+
+def check_shared_experts(model: ModelConfig, graph: GraphConfig, device: torch.device) -> None:
+    """Raise ConfigError for settings of a model whose experts replicas share that are not possible
+    together."""
+    if model.load_format in LOAD_FORMATS.values():
+        problem = "a saved set has the experts of one replica, and replicas in lockstep share them"
+        raise config_error("load_format", model.load_format, problem, "auto")
+    if device.type == "cuda" and not graph.enforce_eager:
+        problem = "steps of replicas that share experts have no sizes that graphs could hold"
+        raise config_error("graph.enforce_eager", False, problem, "True")
 
 
 def pooling_support(decoder: DecoderConfig) -> PoolingSupport:

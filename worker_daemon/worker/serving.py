@@ -96,6 +96,7 @@ class Serving:
             make_drafter=_drafters(opened, model, limits, kv.further),
             routing=_routing(opened, model, kv.further),
             open_connector=None if host_rows is None else self._open_host_tier,
+            experts=opened.place.sharing_experts(model.resolved.decoder),
         )
         self.runner = assemble_runner(self._parts, opened.link, limits, kv.layers)
         self._graphs = StepGraphs()
@@ -199,14 +200,14 @@ class Serving:
 
     def compile_ahead(self, compiler: KernelCompiler) -> bool:
         """Compile the kernels that steps will launch, many at once. Nothing runs. Return True if
-        all were compiled. Tensor-parallel stages leave out the layers of large steps, whose
-        all-reduces would run. Their kernels are compiled in the profile."""
+        all were compiled. Stages whose layers communicate leave out those of large steps: their
+        collectives would run. Their kernels are compiled in the profile."""
         # Imports Triton, which a CPU daemon does not need.
         from worker_daemon.kernels.compile_ahead import compiling_ahead
 
         with self._capturing(), compiling_ahead(compiler) as batch:
             subset, limits = self.runner.eager.compile_subset(), self.runner.state.limits
-            if self._parts.parallel.tp_size == 1:
+            if not self._parts.communicates:
                 # First, as kernels of large steps take the longest. The profile's cache of two
                 # blocks does not limit them, since nothing runs.
                 self._launch_layers(subset, replace(limits, num_blocks=limits.max_num_seqs + 1))

@@ -13,6 +13,7 @@ from model_hub.needed_files import NeededPart
 from rpc_schema.config import ModelConfig, ParallelConfig
 from worker_daemon.backend import Backend
 from worker_daemon.contracts.hub import NO_HUB, HubSettings
+from worker_daemon.distributed.ep import ReplicaExperts
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.errors import config_error
@@ -58,6 +59,13 @@ class RankPlace:
     parallel: ParallelState
     tp: TensorParallel
     backend: Backend
+    experts: ReplicaExperts | None = None
+    """The ranks of this stage in all replicas; None unless these are in lockstep."""
+
+    def sharing_experts(self, decoder: DecoderConfig) -> ReplicaExperts | None:
+        """Return the ranks of all replicas that share a model's experts; None if each replica has
+        all of them."""
+        return self.experts if decoder.expert_parallel else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -373,6 +373,10 @@ class Worker:
 
     def _save(self, message: StepMessage, request: SaveRequest) -> SaveReport:
         model = self._model
+        if self._shares_experts:
+            problem = "a saved set would have the experts of one replica's ranks alone"
+            fix = "save from a group without data_parallel_lockstep"
+            raise config_error("data_parallel_lockstep", True, problem, fix)
         model.weights.require_whole(type(message).__name__)
         report = self._saver.write(
             request,
@@ -440,7 +444,8 @@ class Worker:
         drafts change no token, or an adapter's, which is changed as a whole then.
 
         Raises: see WeightTransfer.start, and
-            ConfigError: rows are to be recomputed, and layers keep a state per request.
+            ConfigError: rows are to be recomputed, and layers keep a state per request, or replicas
+                share experts.
         """
         self._check_recomputes(message.running)
         self._transfer.start(message, self._model, self._device.opened.place, self._roots)
@@ -518,11 +523,16 @@ class Worker:
         if running == "recompute" and self._model.resolved.decoder.keeps_state:
             problem = "layers of the model keep a state per request, which cannot be recomputed"
             raise config_error("running", running, problem, "keep or drop")
+        if running == "recompute" and self._shares_experts:
+            problem = "replicas share the experts, and each would compute other tokens"
+            raise config_error("running", running, problem, "keep or drop")
 
     def recompute_requests(self, message: wt.RecomputeRequests) -> wt.RecomputeRequestsReply:
         """Compute KV of rows again, with the present weights. Raises: see
-        ModelRunner.recompute_requests, and StateError while the weights are not complete."""
+        ModelRunner.recompute_requests, and StateError while the weights are not complete, and
+        ConfigError as start_weight_update does."""
         began = time.monotonic()
+        self._check_recomputes("recompute")
         self._model.weights.require_whole("RecomputeRequests")
         step_deadline_s = self._model.config.scheduler.step_deadline_ms / 1000
 
@@ -787,7 +797,9 @@ class Worker:
         """Return the typed error of an unexpected failure in a step. Other ranks of the step wait
         for this one, so it breaks the link."""
         opened = self._device.opened_or_none
-        if opened is None or opened.place.parallel.world_size == 1:
+        if opened is None:
+            return error
+        if opened.place.parallel.world_size == 1 and not self._shares_experts:
             return error
         broken = CommError(f"rank {self.rank} failed in a step of several ranks: {error}")
         broken.__cause__ = error
@@ -853,6 +865,7 @@ class Worker:
         if model is None:
             return {}
         place = self._device.opened.place
+        experts = place.sharing_experts(model.resolved.decoder)
         threads = {"threads": str(torch.get_num_threads())} if place.device.type == "cpu" else {}
         measured = model.attention.long_chunks
         return {
@@ -860,6 +873,7 @@ class Worker:
             **({"long_chunks": measured} if measured else {}),
             "layers": model.stage.ops_name,
             "all_reduce": place.tp.all_reduce_name,
+            **({} if experts is None else {"experts": experts.name}),
             "graphs": str(serving.num_graphs if serving else 0),
             **threads,
         }
@@ -870,6 +884,14 @@ class Worker:
     def _model(self) -> LoadedModel:
         assert self._model_or_none is not None, "legal after load_model only"
         return self._model_or_none
+
+    @property
+    def _shares_experts(self) -> bool:
+        """True if ranks of other replicas have some of the model's experts."""
+        opened, model = self._device.opened_or_none, self._model_or_none
+        if opened is None or model is None:
+            return False
+        return opened.place.sharing_experts(model.resolved.decoder) is not None
 
     @property
     def _serving(self) -> Serving:

@@ -15,13 +15,18 @@ LoadsByLayer: TypeAlias = Mapping[int, Counts]
 
 def loads_by_layer(statuses: Iterable[Status]) -> dict[int, Counts]:
     """Return the counts of all layers that the daemons have, in the order of layers; empty for a
-    model without experts. Ranks of one stage have equal counts; the first status that has a layer
-    is used."""
-    found: dict[int, Counts] = {}
+    model without experts. Those of replicas are added. Ranks of one replica's stage have equal
+    counts; the first status that has a layer is used."""
+    found: dict[tuple[int, int], Counts] = {}
     for status in statuses:
+        size = 1 if status.config is None else status.config.parallel.world_size
         for load in status.expert_loads:
-            found.setdefault(load.layer, np.frombuffer(load.counts, "<i8").astype(np.int64))
-    return dict(sorted(found.items()))
+            counts = np.frombuffer(load.counts, "<i8").astype(np.int64)
+            found.setdefault((load.layer, status.rank // size), counts)
+    total: dict[int, Counts] = {}
+    for (layer, _), counts in sorted(found.items(), key=lambda item: item[0]):
+        total[layer] = total[layer] + counts if layer in total else counts
+    return total
 
 
 def loads_since(before: LoadsByLayer, after: LoadsByLayer) -> dict[int, Counts]:

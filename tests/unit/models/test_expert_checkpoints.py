@@ -134,6 +134,10 @@ def test_more_ranks_than_experts_are_refused():
     with pytest.raises(ConfigError, match="3 experts") as caught:
         check_partition(few, 1, 4)
     assert caught.value.field == "tensor_parallel_size"
+    check_partition(config, 1, 4, 2)
+    with pytest.raises(ConfigError, match="8 experts") as caught:
+        check_partition(config, 1, 4, 3)
+    assert caught.value.field == "data_parallel_size"
 
 
 def test_divided_experts_need_not_divide_their_inner_size():

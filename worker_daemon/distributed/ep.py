@@ -1,0 +1,146 @@
+"""The exchange of tokens between the ranks that share a layer's experts: those of one stage, of all
+replicas in lockstep.
+
+Dispatch is an all-gather, combine a reduce-scatter, so that a token's way does not depend on its
+experts. Each rank brings an equal share of its replica's tokens, padded to as many rows on every
+rank. That number follows from the counts in the step's message: no sizes are exchanged.
+
+Shapes: R ranks, n rows of each rank in an exchange, H hidden size, K experts of a token.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from worker_daemon.contracts.experts import RoutedTokens
+from worker_daemon.distributed.parallel_state import ParallelState
+from worker_daemon.distributed.tp import all_gather, communication
+
+Multiply = Callable[[Tensor, RoutedTokens], Tensor]
+"""Returns the sums of this rank's experts, [N, H], of tokens [N, H]: ExpertOps.multiply."""
+
+
+class ReplicaExperts:
+    """One rank's view of the ranks of its stage in all replicas. Layers keep this object as long as
+    they exist; a link gives it a process group. Every rank makes the same exchanges in the same
+    order, whether it has tokens or not. Used on the step thread only."""
+
+    def __init__(self, state: ParallelState) -> None:
+        """state: of replicas in lockstep."""
+        self.rank = state.dp_rank * state.tp_size + state.tp_rank
+        self.size = state.dp_size * state.tp_size
+        self.dp_size = state.dp_size
+        self.num_done = 0
+        """Exchanges of the present forward pass that have ended."""
+        self.is_torn = False
+        """True if an exchange has begun and not ended."""
+        self._tp_rank, self._tp_size = state.tp_rank, state.tp_size
+        self._num_rows = 0
+        self._group: dist.ProcessGroup | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the exchange, as a daemon reports it."""
+        library = "none" if self._group is None else dist.get_backend(self._group)
+        return f"all-gather and reduce-scatter of {self.size} ranks, {library}"
+
+    @property
+    def is_open(self) -> bool:
+        """True within a forward pass in which any replica has tokens."""
+        return self._num_rows > 0
+
+    def bind(self, group: dist.ProcessGroup | None) -> None:
+        """Use another link's process group from now on. Not collective."""
+        self._group = group
+        self.is_torn = False
+        self.end()
+
+    def begin(self, num_tokens: Sequence[int]) -> None:
+        """Begin the exchanges of a forward pass. num_tokens: of each replica; equal on every
+        rank."""
+        self._num_rows = -(-max(num_tokens) // self._tp_size)
+        self.num_done = 0
+
+    def end(self) -> None:
+        """End the exchanges of a forward pass."""
+        self._num_rows = 0
+
+    def run(self, x: Tensor, routed: RoutedTokens, multiply: Multiply) -> Tensor:
+        """Return this rank's part [N, H] of the experts' sums of its replica's tokens, x [N, H]:
+        its tensor-parallel ranks' parts are to be added. N may be 0, but is the same on all ranks
+        of a replica. Without an open forward pass, x has no tokens.
+
+        Raises:
+            CommError: a peer is gone, or did not respond within the group's timeout.
+        """
+        part = torch.zeros_like(x)
+        if not self._num_rows:
+            return part
+        self.is_torn = True
+        own = slice(self._tp_rank * self._num_rows, (self._tp_rank + 1) * self._num_rows)
+        total = multiply(*self._gather(x[own], RoutedTokens(*(each[own] for each in routed))))
+        sums = self._reduce_scatter(total)
+        part[own] = sums[: part[own].shape[0]]
+        self.is_torn = False
+        self.num_done += 1
+        return part
+
+    def _gather(self, x: Tensor, routed: RoutedTokens) -> tuple[Tensor, RoutedTokens]:
+        """Return all ranks' rows, [R n, H] and [R n, K]; those of padding have no experts. x:
+        [N, H] with N <= n."""
+        values = (x, *routed)
+        fills = (0, -1, 0)  # no token, no expert, no weight
+        columns = [
+            _as_bytes(_padded(value, self._num_rows, fill))
+            for value, fill in zip(values, fills, strict=True)
+        ]
+        own = torch.cat(columns, dim=1)
+        everyone = own.new_empty((self.size * self._num_rows, own.shape[1]))
+        with communication("all-gather of the experts' tokens"):
+            all_gather(everyone.view(-1), own.view(-1), self._group)
+        parts = torch.split(everyone, [column.shape[1] for column in columns], dim=1)
+        tokens, experts, weights = (
+            part.contiguous().view(value.dtype) for part, value in zip(parts, values, strict=True)
+        )
+        return tokens, RoutedTokens(experts, weights)
+
+    def _reduce_scatter(self, total: Tensor) -> Tensor:
+        """Return this rank's rows [n, H] of the sum of all ranks' total, contiguous [R n, H], which
+        may be overwritten."""
+        with communication("reduce-scatter of the experts' sums"):
+            if self._group is not None and dist.get_backend(self._group) == "nccl":
+                own = total.new_empty((self._num_rows, total.shape[1]))
+                reduce_scatter(own, total, self._group)
+                return own
+            dist.all_reduce(total, group=self._group)  # gloo of torch 2.11 cannot scatter
+        return total[self.rank * self._num_rows : (self.rank + 1) * self._num_rows]
+
+
+def reduce_scatter(own: Tensor, total: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Fill own [n, ...] with this rank's rows of the sum of every rank's total [size * n, ...]."""
+    if hasattr(dist, "reduce_scatter_single"):  # torch >= 2.13, which deprecates the other name
+        dist.reduce_scatter_single(own, total, group=group)
+    else:
+        dist.reduce_scatter_tensor(own, total, group=group)
+
+
+def replica_experts(state: ParallelState) -> ReplicaExperts | None:
+    """Return a rank's view of those that may share its experts, not bound to a link yet; None
+    unless replicas are in lockstep."""
+    return ReplicaExperts(state) if state.lockstep else None
+
+
+def _padded(value: Tensor, num_rows: int, fill: int) -> Tensor:
+    """Return value [N, ...] as [num_rows, ...]."""
+    if value.shape[0] == num_rows:
+        return value
+    padded = value.new_full((num_rows, *value.shape[1:]), fill)
+    padded[: value.shape[0]] = value
+    return padded
+
+
+def _as_bytes(value: Tensor) -> Tensor:
+    """Return rows [N, C] as uint8 [N, C * itemsize]."""
+    return value.contiguous().view(torch.uint8)

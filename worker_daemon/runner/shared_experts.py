@@ -1,0 +1,58 @@
+"""Keeps the promise of replicas that share experts: whatever becomes of a replica's own step, its
+ranks make every exchange that the others expect in theirs."""
+
+from collections.abc import Sequence
+
+from rpc_schema.errors import CommError, DeviceError
+from worker_daemon.distributed.ep import ReplicaExperts
+from worker_daemon.models.decoder import DecoderStage
+
+
+class SharedExperts:
+    """The exchanges of one rank's stage, step by step. Owned by the model runner, used on the step
+    thread only; outlives a link."""
+
+    def __init__(self, exchange: ReplicaExperts, stage: DecoderStage) -> None:
+        self._exchange = exchange
+        self._stage = stage
+        self._can_finish = False
+
+    def begin(self, num_tokens: int, of_replicas: Sequence[int] | None) -> None:
+        """Begin a step of num_tokens here. of_replicas: those of each replica; None: every replica
+        computes the same step, as in a warm-up, perhaps through a few layers only."""
+        self._can_finish = of_replicas is not None
+        same = [num_tokens] * self._exchange.dp_size
+        self._exchange.begin(same if of_replicas is None else of_replicas)
+
+    def stand_in(self, of_replicas: Sequence[int] | None) -> None:
+        """Take part in a step that this replica has refused. of_replicas: None if it did not say
+        what the others compute; then they have refused it too.
+
+        Raises:
+            CommError: a peer is gone.
+        """
+        if of_replicas is None:
+            return
+        self._exchange.begin(of_replicas)
+        self._stage.join_experts()
+
+    def finish(self) -> bool:
+        """Make the exchanges that a failed step has left. Return False if one has begun and not
+        ended, or they are not known: the ranks are out of step.
+
+        Raises:
+            CommError, DeviceError: a peer is gone, or the device is lost.
+        """
+        if self._exchange.is_torn:
+            return False
+        if not self._exchange.is_open:
+            return True
+        if not self._can_finish:
+            return False
+        try:
+            self._stage.join_experts()
+        except (CommError, DeviceError):
+            raise
+        except Exception:  # of the device, in another replica's tokens
+            return False
+        return True
