@@ -1,10 +1,11 @@
 """Replicas in lockstep that share experts: the same tokens as transformers' in every parallel
-shape, with replicas that are idle at random, one that refuses a step, and a rank that is killed."""
+shape, with replicas that are idle at random, steps that are refused or fail, and a killed rank."""
 
 import contextlib
 import dataclasses
 import random
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
@@ -12,9 +13,12 @@ from msgspec.structs import replace
 from rpc_schema.config import LoraConfig
 from rpc_schema.errors import ConfigError
 from tests.support.checkpoints import decisive_prompts
+from tests.support.chosen_experts import assert_experts
 from tests.support.exhaustive import exhaustively
 from tests.support.expert_counts import NearTie, expected_loads
+from tests.support.faulty_daemon import Fault, FaultyDaemons
 from tests.support.forked_daemons import ForkedDaemons
+from tests.support.lora_adapters import ATTENTION, adapted_requests, make_adapter
 from tests.support.serving import MAX_DAEMONS, greedy_request
 from tests.support.serving import worker_config as config_of
 from tests.support.waiting import wait_until
@@ -66,16 +70,16 @@ def worker_config(path, dp, pp, tp, **options):
 
 @pytest.fixture
 def open_group(daemons, model_root, model):
-    """Attach to daemons, the pool's if they suffice, and load them anew: (group, scheduler)."""
+    """Attach to given daemons, the pool's if they suffice, or own ones, and load them anew: (group,
+    scheduler)."""
     with contextlib.ExitStack() as opened:
 
-        def make(dp, pp, tp, **options):
+        def make(dp, pp, tp, *, endpoints=None, **options):
             config, count = worker_config(model.path, dp, pp, tp, **options), dp * pp * tp
-            if count > MAX_DAEMONS:
+            if endpoints is None and count > MAX_DAEMONS:
                 own = opened.enter_context(ForkedDaemons(["cpu"] * count, model_root))
                 endpoints = own.endpoints
-            else:
-                endpoints = daemons.endpoints(count)
+            endpoints = endpoints or daemons.endpoints(count)
             group = opened.enter_context(WorkerGroup(endpoints, config.parallel))
             group.attach(force=True)
             loaded = group.prepare(config, num_gpu_blocks=NUM_BLOCKS, reload=True)
@@ -190,6 +194,104 @@ def test_replica_that_refuses_a_step_lets_the_other_compute_it(open_group, case,
     assert {status.link for status in group.get_status()} == links
 
 
+@pytest.mark.parametrize(
+    ("pp", "rank", "where"),
+    [(1, 1, "forward"), exhaustively(1, 0, "argmax_tokens"), exhaustively(2, 2, "forward")],
+)
+def test_step_that_fails_after_it_was_accepted_lets_the_other_compute_its_own(
+    open_group, model_root, tmp_path, case, pp, rank, where
+):
+    """For memory, before its first exchange or after the last. Nobody hangs, the link stays, and
+    all requests get the same tokens as without a failure."""
+    with FaultyDaemons(2 * pp, model_root, tmp_path) as own:
+        group, scheduler = open_group(2, pp, 1, endpoints=own.endpoints)
+        links = {status.link for status in group.get_status()}
+        driver, (requests, expected, _) = Driver(group, scheduler), case
+        for request in requests:
+            driver.add_request(request)
+        outputs = [*driver.step(), *driver.step()]
+        own.faults[rank].put(Fault(where, "memory", calls_before=2))
+        outputs += driver.run()
+        assert not own.faults[rank].armed
+        assert driver.num_failures == 1
+        assert tokens_of(outputs) == expected
+        assert {status.link for status in group.get_status()} == links
+
+
+def test_adapter_is_applied_to_the_rows_of_each_replica(open_group, checkpoint, case):
+    """Beside base rows, whose tokens stay the same."""
+    base = checkpoint(ARCHITECTURE, seed=111, **FIELDS)
+    merged = make_adapter(base, "attends", seed=7, targets=ATTENTION)
+    room = LoraConfig(max_loras=1, max_lora_rank=4, max_cpu_loras=2)
+    group, scheduler = open_group(2, 1, 1, lora=room)
+    adapter = group.loras.add("attends")
+    requests, expected = adapted_requests([(merged, adapter)], SEED, 4)
+    assert run(group, scheduler, [*case[0], *requests]) == {**case[1], **expected}
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(1, 1), exhaustively(1, 2), exhaustively(2, 1)])
+def test_experts_of_tokens_return_and_are_replayed(open_group, model, case, pp, tp):
+    """Each replica's own, though the routed rows of all are exchanged; the same tokens."""
+    group, scheduler = open_group(2, pp, tp, enable_return_routed_experts=True)
+    asking = [dataclasses.replace(each, routed_experts=True) for each in case[0]]
+    driver = Driver(group, scheduler)
+    for request in asking:
+        driver.add_request(request)
+    outputs = {output.req_id: output for output in driver.run()}
+    assert tokens_of(outputs.values()) == case[1]
+    forced = []
+    for request in asking:
+        tokens = [*request.prompt, *outputs[request.id].token_ids]
+        assert_experts(model.model, tokens, outputs[request.id].routed_experts)
+        shape = outputs[request.id].routed_experts[: len(request.prompt)].shape
+        drawn = np.random.default_rng(SEED).random((*shape[:-1], FIELDS["num_experts"]))
+        numbers = drawn.argsort(-1)[..., : shape[-1]].astype(np.uint16)
+        forced.append(dataclasses.replace(request, id=f"f{request.id}", replay_experts=numbers))
+    driver = Driver(group, scheduler)
+    for request in forced:
+        driver.add_request(request)
+    outputs = {output.req_id: output for output in driver.run()}
+    for request in forced:
+        output = outputs[request.id]
+        tokens = [*request.prompt, *output.token_ids]
+        found, replayed = output.routed_experts, request.replay_experts
+        assert_experts(model.model, tokens, found, replayed)
+        assert (found[: len(replayed)] == replayed).all()
+
+
+def test_next_driver_adopts_the_requests_of_replicas_that_share_experts(open_group, model, case):
+    first, scheduler = open_group(2, 1, 1)
+    driver = Driver(first, scheduler)
+    for request in case[0]:
+        driver.add_request(request)
+    outputs = [output for _ in range(6) for output in driver.step()]
+    config = worker_config(model.path, 2, 1, 1)
+    with WorkerGroup([c.endpoint.control for c in first.clients], config.parallel) as group:
+        group.attach(force=True, keep_requests=True)
+        limits = scheduler_limits(group.prepare(config, num_gpu_blocks=NUM_BLOCKS), config)
+        adopted = group.adopt_requests()
+        assert len(adopted) + len(outputs) == len(case[0])
+        assert all(each.num_computed_tokens for each in adopted)
+        scheduler = LockstepScheduler([Scheduler(limits), Scheduler(limits)])
+        outputs += [*scheduler.adopt_requests(adopted), *Driver(group, scheduler).run()]
+        assert tokens_of(outputs) == case[1]
+
+
+def test_experts_sleep_and_wake(open_group, model, case):
+    """Level 1 keeps the weights, so the same tokens follow, computed anew."""
+    group, scheduler = open_group(2, 1, 1, enable_sleep_mode=True)
+    before = [reply.checksums for reply in group.weights.compute_checksums()]
+    assert run(group, scheduler, case[0]) == case[1]
+    group.memory.sleep(1)
+    group.memory.wake_up()
+    assert [reply.checksums for reply in group.weights.compute_checksums()] == before
+    again = [dataclasses.replace(each, id=f"again-{each.id}") for each in case[0]]
+    config = worker_config(model.path, 2, 1, 1, enable_sleep_mode=True)
+    limits = scheduler_limits(group.prepare(config, num_gpu_blocks=NUM_BLOCKS), config)
+    anew = LockstepScheduler([Scheduler(limits), Scheduler(limits)])
+    assert run(group, anew, again) == {f"again-{name}": own for name, own in case[1].items()}
+
+
 def test_updates_and_adapters_of_ranks_with_different_experts(
     open_group, checkpoint, model_root, case, model
 ):
@@ -221,4 +323,8 @@ def test_what_shared_experts_exclude_is_refused_by_name(open_group, case):
     group, scheduler = open_group(2, 1, 1)
     with pytest.raises(ConfigError, match="data_parallel_lockstep"):
         group.weights.save_sharded_state("shared")
+    with pytest.MonkeyPatch.context() as patch:  # the library refuses it too
+        patch.setattr(group.weights.recomputation, "check_possible", lambda running: None)
+        with pytest.raises(ConfigError, match=r"replicas share the experts.*running.*keep or drop"):
+            group.weights.start_update(running="recompute")
     assert run(group, scheduler, case[0]) == case[1]

@@ -48,10 +48,10 @@ class Fault:
         "publish_heartbeat",
     ]
     """send: activations to the next stage; publish_heartbeat: on the event loop's thread."""
-    what: Literal["raise", "hang", "hold", "kill", "lost", "assert", "skip"]
-    """hold: hang with the GIL held, so that no thread of the daemon runs, until end_hold(); lost:
-    torch's error for a lost device; assert: a real device-side assert, which appears later; skip:
-    the call is skipped."""
+    what: Literal["raise", "memory", "hang", "hold", "kill", "lost", "assert", "skip"]
+    """memory: torch's error for a full device; hold: hang with the GIL held, so that no thread of
+    the daemon runs, until end_hold(); lost: torch's error for a lost device; assert: a real
+    device-side assert, which appears later; skip: the call is skipped."""
     calls_before: int = 0
     """Successful calls before the fault."""
     seconds: float = HANG_S
@@ -132,10 +132,12 @@ class FaultFile:
             self.path.unlink()
         if fault.what == "raise":
             raise InjectedError(f"{INJECTED} in {where}")
-        if fault.what == "lost":
+        if fault.what in ("memory", "lost"):
             import torch  # the daemon has loaded it
 
-            raise torch.AcceleratorError("CUDA error: device-side assert triggered", 710)
+            full = torch.OutOfMemoryError(f"{INJECTED} in {where}")
+            lost = torch.AcceleratorError("CUDA error: device-side assert triggered", 710)
+            raise full if fault.what == "memory" else lost
         if fault.what == "assert":
             import torch  # the daemon has loaded it
 

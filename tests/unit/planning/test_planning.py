@@ -67,7 +67,18 @@ def write_model(tmp_path):
     return write
 
 
-def plan(path, memory_bytes=64 * MIB, *, pp=1, tp=1, partition=None, roots=None, **options):
+def plan(
+    path,
+    memory_bytes=64 * MIB,
+    *,
+    pp=1,
+    tp=1,
+    dp=1,
+    lockstep=False,
+    partition=None,
+    roots=None,
+    **options,
+):
     sections = {"model": ModelConfig, "scheduler": SchedulerConfig, "cache": CacheConfig}
     given = {
         name: kind(
@@ -78,7 +89,11 @@ def plan(path, memory_bytes=64 * MIB, *, pp=1, tp=1, partition=None, roots=None,
     }
     config = WorkerConfig(
         parallel=ParallelConfig(
-            pipeline_parallel_size=pp, tensor_parallel_size=tp, layer_partition=partition
+            pipeline_parallel_size=pp,
+            tensor_parallel_size=tp,
+            data_parallel_size=dp,
+            data_parallel_lockstep=lockstep and dp > 1,
+            layer_partition=partition,
         ),
         graph=GraphConfig(),
         **given,
@@ -236,6 +251,29 @@ def test_ranks_have_whole_experts_or_parts_of_them(write_model, divided):
     counts = (3, 2) if divided else (2.5, 2.5)
     for rank, base, count in zip(planned.ranks, bases, counts, strict=True):
         assert rank.weights_bytes == base + 2 * layers * (count * expert + router - mlp)
+
+
+def test_replicas_that_share_experts_have_fewer_each_and_compute_the_tokens_of_all(write_model):
+    """The first ranks of all have one more. An exchange has the rows of all replicas."""
+    fields = EXPERTS | {"moe_intermediate_size": 4096, "head_dim": 16}
+    path = write_model("Qwen3MoeForCausalLM", **fields)
+    num_experts, expert_bytes = EXPERTS["num_experts"], 2 * 5 * 3 * SMALL["hidden_size"] * 4096
+
+    def planned_for(dp, *, lockstep=True, tp=1):
+        options = {"dp": dp, "lockstep": lockstep, "enable_expert_parallel": True}
+        return plan(path, 1 << 33, tp=tp, **options).ranks
+
+    (alone,), (apart,), (shared,) = planned_for(1), planned_for(2, lockstep=False), planned_for(2)
+    assert apart == alone
+    held = -(-num_experts // 2)
+    assert alone.weights_bytes - shared.weights_bytes == (num_experts - held) * expert_bytes
+    rows = 2 * 8192 * EXPERTS["num_experts_per_tok"] * 4096  # of the other replica
+    assert rows < shared.step_estimate_bytes - alone.step_estimate_bytes < 1.1 * rows
+    first, second = planned_for(2, tp=2)
+    assert first.weights_bytes - second.weights_bytes == (2 - 1) * expert_bytes
+    with pytest.raises(ConfigError) as caught:
+        planned_for(num_experts + 1)
+    assert caught.value.field == "data_parallel_size"
 
 
 def test_the_rows_of_a_tokens_experts_count_in_a_step(write_model):
