@@ -19,6 +19,7 @@ from tests.support.expert_counts import NearTie, expected_loads
 from tests.support.faulty_daemon import Fault, FaultyDaemons
 from tests.support.forked_daemons import ForkedDaemons
 from tests.support.lora_adapters import ATTENTION, adapted_requests, make_adapter
+from tests.support.saving_daemons import saving_daemons
 from tests.support.serving import MAX_DAEMONS, greedy_request
 from tests.support.serving import worker_config as config_of
 from tests.support.waiting import wait_until
@@ -74,8 +75,8 @@ def open_group(daemons, model_root, model):
     scheduler)."""
     with contextlib.ExitStack() as opened:
 
-        def make(dp, pp, tp, *, endpoints=None, **options):
-            config, count = worker_config(model.path, dp, pp, tp, **options), dp * pp * tp
+        def make(dp, pp, tp, *, endpoints=None, path=None, **options):
+            config, count = worker_config(path or model.path, dp, pp, tp, **options), dp * pp * tp
             if endpoints is None and count > MAX_DAEMONS:
                 own = opened.enter_context(ForkedDaemons(["cpu"] * count, model_root))
                 endpoints = own.endpoints
@@ -317,12 +318,26 @@ def test_updates_and_adapters_of_ranks_with_different_experts(
     assert run(group, scheduler, case[0]) == case[1]
 
 
+@pytest.mark.parametrize(("pp", "tp"), [(1, 1), exhaustively(2, 1), exhaustively(1, 2)])
+def test_saved_set_has_the_experts_of_all_replicas(open_group, model_root, tmp_path, case, pp, tp):
+    """Each rank reads back what it held, and the same tokens follow. Groups of another shape are
+    refused by name."""
+    roots = [tmp_path / "saves"] * (2 * pp * tp)
+    with saving_daemons(model_root, *roots) as own:
+        group, _ = open_group(2, pp, tp, endpoints=own.endpoints)
+        before = [reply.checksums for reply in group.weights.compute_checksums()]
+        replies = group.weights.save_sharded_state("shared")
+        assert [reply.rank for reply in replies] == [*range(2 * pp * tp)]
+        read = {"path": roots[0] / "shared", "load_format": "sharded_state"}
+        group, scheduler = open_group(2, pp, tp, endpoints=own.endpoints, **read)
+        assert [reply.checksums for reply in group.weights.compute_checksums()] == before
+        assert run(group, scheduler, case[0]) == case[1]
+        with pytest.raises(ConfigError, match=r"replicas_sharing_experts.*load it with 2"):
+            open_group(1, pp, tp, endpoints=own.endpoints[: pp * tp], **read)
+
+
 def test_what_shared_experts_exclude_is_refused_by_name(open_group, case):
-    with pytest.raises(ConfigError, match=r"load_format.*auto"):
-        open_group(2, 1, 1, load_format="sharded_state")
     group, scheduler = open_group(2, 1, 1)
-    with pytest.raises(ConfigError, match="data_parallel_lockstep"):
-        group.weights.save_sharded_state("shared")
     with pytest.MonkeyPatch.context() as patch:  # the library refuses it too
         patch.setattr(group.weights.recomputation, "check_possible", lambda running: None)
         with pytest.raises(ConfigError, match=r"replicas share the experts.*running.*keep or drop"):

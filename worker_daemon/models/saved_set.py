@@ -47,6 +47,7 @@ CONFIG_FILES = (
 )
 """Files of a model's directory that a set copies, if they exist."""
 FORMAT = 1
+_REPLICAS = "replicas_sharing_experts"
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 _T = TypeVar("_T")
 
@@ -82,6 +83,15 @@ class GroupShape:
     dtype: str
     """float32, float16 or bfloat16."""
     enable_expert_parallel: bool = False
+    replicas_sharing_experts: int = 1
+    """Replicas that share the experts of each layer; 1: each has all of them."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that hold different parts, or that other parts lie on."""
+        return (
+            self.replicas_sharing_experts * self.pipeline_parallel_size * self.tensor_parallel_size
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +340,7 @@ def _parse_shape(values: Mapping[str, object]) -> GroupShape:
         layer_partition=tuple(_integers(partition)),
         dtype=_take(values, "dtype", str),
         enable_expert_parallel=values.get("enable_expert_parallel", False) is True,  # older: absent
+        replicas_sharing_experts=_take({_REPLICAS: 1, **values}, _REPLICAS, int),  # older: absent
     )
 
 

@@ -161,7 +161,7 @@ class _PendingSave:
         self.save = request.save
         self._directory = home / request.save
         self._rank = weights.rank
-        self._world_size = weights.shape.pipeline_parallel_size * weights.shape.tensor_parallel_size
+        self._num_ranks = weights.shape.num_ranks
         self._index = index_bytes(
             request.save, weights.shape, weights.decoder, request.files.name, weights.version
         )
@@ -245,7 +245,7 @@ class _PendingSave:
         return all((self._directory / name).is_file() for name in self._others())
 
     def _others(self) -> list[str]:
-        return [rank_index_name(rank) for rank in range(1, self._world_size)]
+        return [rank_index_name(rank) for rank in range(1, self._num_ranks)]
 
     def _check_complete(self) -> None:
         for name in self._others():

@@ -214,7 +214,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
     if message.model.load_format == "tensorizer":
         require_tensorizer("load_format", "tensorizer")
     if place.experts is not None and message.model.enable_expert_parallel:
-        check_shared_experts(message.model, message.graph, place.device)
+        check_shared_experts(message.graph, place.device)
     resolved = roots.resolve(message.model, set_phase, message.content)
     check_routed_experts(resolved, message.scheduler)
     check_host_tier(message.cache, resolved, in_lockstep=place.parallel.lockstep)
@@ -236,7 +236,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         stage = _build_stage(resolved, place, layout, has_fp8_cache=has_fp8_cache)
         _hold(memory, stage, draft, resolved.max_model_len, place.device)
         adapters = _make_adapters(layout, message.lora, resolved, place, memory, roots)
-        fill_stage(stage, message.model, resolved, place.parallel.rank_in_replica, set_phase)
+        fill_stage(stage, message.model, resolved, place.rank_in_set(resolved.decoder), set_phase)
         draft_weights = None
         if draft is not None:
             draft_weights = WeightState(draft.names, draft.fill(set_phase), 0)
@@ -356,7 +356,12 @@ def reload(
     overwriting = _Overwriting(model.weights)
     try:
         report = fill_stage(
-            model.stage, config, resolved, place.parallel.rank_in_replica, set_phase, overwriting
+            model.stage,
+            config,
+            resolved,
+            place.rank_in_set(model.resolved.decoder),
+            set_phase,
+            overwriting,
         )
         files.check_unchanged(identity)
         _refill_draft(model, set_phase)
@@ -477,7 +482,7 @@ def _nested_differences(
 def rank_weights(model: LoadedModel, place: RankPlace) -> RankWeights:
     """Return this rank's part of a saved set."""
     return RankWeights(
-        rank=place.parallel.rank_in_replica,
+        rank=place.rank_in_set(model.resolved.decoder),
         shape=_group_shape(model.resolved, place),
         decoder=model.resolved.decoder,
         config_files=model.resolved.config_files,
@@ -498,12 +503,14 @@ def _partition(decoder: DecoderConfig, place: RankPlace) -> tuple[range, ...]:
 
 
 def _group_shape(resolved: ResolvedModel, place: RankPlace) -> GroupShape:
+    experts = place.sharing_experts(resolved.decoder)
     return GroupShape(
         pipeline_parallel_size=place.config.pipeline_parallel_size,
         tensor_parallel_size=place.config.tensor_parallel_size,
         layer_partition=tuple(map(len, _partition(resolved.decoder, place))),
         dtype=str(resolved.dtype).removeprefix("torch."),
         enable_expert_parallel=resolved.decoder.expert_parallel,
+        replicas_sharing_experts=1 if experts is None else experts.dp_size,
     )
 
 

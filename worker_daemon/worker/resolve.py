@@ -200,12 +200,8 @@ def check_routed_experts(model: ResolvedModel, scheduler: SchedulerConfig) -> No
         raise config_error("scheduler.max_num_batched_tokens", most, problem, fix)
 
 
-def check_shared_experts(model: ModelConfig, graph: GraphConfig, device: torch.device) -> None:
-    """Raise ConfigError for settings of a model whose experts replicas share that are not possible
-    together."""
-    if model.load_format in LOAD_FORMATS.values():
-        problem = "a saved set has the experts of one replica, and replicas in lockstep share them"
-        raise config_error("load_format", model.load_format, problem, "auto")
+def check_shared_experts(graph: GraphConfig, device: torch.device) -> None:
+    """Raise ConfigError if a device has CUDA graphs, and replicas are to share experts."""
     if device.type == "cuda" and not graph.enforce_eager:
         problem = "steps of replicas that share experts have no sizes that graphs could hold"
         raise config_error("graph.enforce_eager", False, problem, "True")

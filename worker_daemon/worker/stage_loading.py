@@ -67,6 +67,12 @@ class RankPlace:
         all of them."""
         return self.experts if decoder.expert_parallel else None
 
+    def rank_in_set(self, decoder: DecoderConfig) -> int:
+        """Return this rank's number in a saved set of a model: replicas have the same parts, unless
+        they share experts."""
+        shares = self.sharing_experts(decoder) is not None
+        return self.parallel.rank_in_group if shares else self.parallel.rank_in_replica
+
 
 @dataclass(frozen=True, slots=True)
 class Roots:
@@ -150,7 +156,7 @@ def fill_stage(
     set_phase: SetPhase,
     observer: WriteObserver | None = None,
 ) -> LoadReport:
-    """Write a stage's weights. rank: in its replica, for saved sets. Raises CheckpointError: files
+    """Write a stage's weights. rank: see RankPlace.rank_in_set. Raises CheckpointError: files
     are missing, truncated, or do not match config.json."""
     parameters = list(stage.parameters())
     progress = _ProgressLine(set_phase)

@@ -373,10 +373,6 @@ class Worker:
 
     def _save(self, message: StepMessage, request: SaveRequest) -> SaveReport:
         model = self._model
-        if self._shares_experts:
-            problem = "a saved set would have the experts of one replica's ranks alone"
-            fix = "save from a group without data_parallel_lockstep"
-            raise config_error("data_parallel_lockstep", True, problem, fix)
         model.weights.require_whole(type(message).__name__)
         report = self._saver.write(
             request,

@@ -3,12 +3,13 @@ succeeded."""
 
 import contextlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.base import StepReply, StepRequest
+from rpc_schema.config import WorkerConfig
 from rpc_schema.errors import WorkerDaemonError, WorkerError
 from worker_client.errors import DeadlineExceeded
 from worker_client.group.group_channel import GroupChannel
@@ -27,27 +28,36 @@ def save_set(channel: GroupChannel, build: Callable[..., StepRequest[ReplyT]]) -
     """
     statuses = channel.daemons.get_status()
     config = statuses[0].config
+    writers = _writers(channel, config)
     check_same_weights(statuses, "" if config is None else config.model.model)
     save = secrets.token_bytes(16)
     try:
-        replies = _ask_writers(channel, partial(build, save=save))
+        replies = _ask_writers(channel, writers, partial(build, save=save))
     except (WorkerError, DeadlineExceeded):
-        _remove(channel, save)
+        _remove(channel, writers, save)
         raise
     try:
-        _ask_writers(channel, partial(lc.FinishShardedState, save=save, keep=True))
+        _ask_writers(channel, writers, partial(lc.FinishShardedState, save=save, keep=True))
     except WorkerError as error:
-        first = channel.daemons.ranks[0]
-        if error.rank == first:  # otherwise it may be about to move those files into place
-            _remove(channel, save)
+        if error.rank == writers[0]:  # otherwise it may be about to move those files into place
+            _remove(channel, writers, save)
         raise
     return replies
 
 
-def _ask_writers(channel: GroupChannel, build: Callable[..., StepRequest[ReplyT]]) -> list[ReplyT]:
-    """Have the ranks of one replica do an operation: those in lockstep have the same files."""
+def _writers(channel: GroupChannel, config: WorkerConfig | None) -> Sequence[int]:
+    """Return the ranks that write a set: of one replica, as those in lockstep have the same parts,
+    or of all that share experts."""
     ranks = channel.daemons.ranks
-    writers = ranks[: len(ranks) // channel.num_replicas]
+    if config is not None and config.model.enable_expert_parallel:
+        return ranks
+    return ranks[: len(ranks) // channel.num_replicas]
+
+
+def _ask_writers(
+    channel: GroupChannel, writers: Sequence[int], build: Callable[..., StepRequest[ReplyT]]
+) -> list[ReplyT]:
+    """Have the ranks that write do an operation."""
 
     def build_for(rank: int) -> Callable[..., StepRequest[Any]]:
         return build if rank in writers else lc.GetSupportedTasks
@@ -55,6 +65,6 @@ def _ask_writers(channel: GroupChannel, build: Callable[..., StepRequest[ReplyT]
     return channel.ask_each(build_for)[: len(writers)]
 
 
-def _remove(channel: GroupChannel, save: bytes) -> None:
+def _remove(channel: GroupChannel, writers: Sequence[int], save: bytes) -> None:
     with contextlib.suppress(WorkerDaemonError):  # the next save cleans up as well
-        _ask_writers(channel, partial(lc.FinishShardedState, save=save, keep=False))
+        _ask_writers(channel, writers, partial(lc.FinishShardedState, save=save, keep=False))

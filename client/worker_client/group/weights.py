@@ -285,9 +285,10 @@ class GroupWeights:
         share; load it with load_format="sharded_state".
 
         All ranks write at once, next to an existing set of that name; rank 0 then replaces it in
-        one step. After a rank's error only the old set is left; the next save removes files of a
-        dead rank. No group may load the set meanwhile. pattern names the files, by {rank} and
-        {part}; max_size_bytes bounds each.
+        one step. Of replicas in lockstep, only the first one's do, unless experts are shared. After
+        a rank's error only the old set is left; the next save removes files of a dead rank. No
+        group may load the set meanwhile. pattern names the files, by {rank} and {part};
+        max_size_bytes bounds each.
 
         Raises:
             ConfigError: no daemon option --save-root, or not the same one, or the name or the
