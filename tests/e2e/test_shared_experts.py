@@ -140,15 +140,23 @@ def test_tokens_and_loads_are_the_model_s_whoever_is_idle(open_group, case, dp, 
 
 
 @pytest.mark.parametrize(
-    ("pp", "tp", "rank"), [(1, 2, 1), exhaustively(1, 1, 0), exhaustively(2, 1, 3)]
+    ("pp", "tp", "ranks"),
+    [
+        (1, 2, [2, 3]),
+        exhaustively(1, 2, [1]),
+        exhaustively(1, 1, [0]),
+        exhaustively(2, 1, [3]),
+        exhaustively(2, 1, [0, 1]),
+    ],
 )
-def test_killed_rank_is_replaced_and_all_serve_on(open_group, daemons, case, pp, tp, rank):
-    """Its experts were every replica's; each request ends once, with its tokens."""
+def test_killed_ranks_are_replaced_and_all_serve_on(open_group, daemons, case, pp, tp, ranks):
+    """One, or all of a replica. Their experts were every replica's; each request ends once, with
+    its tokens."""
     group, scheduler = open_group(2, pp, tp)
     reports = []
 
     def recover(died):
-        assert died.rank == rank
+        assert died.rank in ranks
         daemons.restart_dead()
         reports.append(group.replace(died.rank))
 
@@ -158,11 +166,12 @@ def test_killed_rank_is_replaced_and_all_serve_on(open_group, daemons, case, pp,
         driver.add_request(request)
     outputs = [*driver.step(), *driver.step(), *driver.step()]
     assert group.num_in_flight
-    daemons.kill(rank)
+    for rank in ranks:
+        daemons.kill(rank)
     outputs += driver.run()
     assert tokens_of(outputs) == expected
     assert len(outputs) == len(requests)
-    assert [report.loaded_ranks for report in reports] == [(rank,)]
+    assert [*sorted(rank for report in reports for rank in report.loaded_ranks)] == ranks
     renamed = [dataclasses.replace(each, id=f"again-{each.id}") for each in requests]
     assert run(group, scheduler, renamed) == {f"again-{name}": e for name, e in expected.items()}
 

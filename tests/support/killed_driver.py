@@ -27,6 +27,7 @@ from worker_client.driver_parts.registry import DriverOptions
 from worker_client.group.adoption import AdoptedRequest
 from worker_client.group.loading import LoadedGroup
 from worker_client.inputs.request_parser import RequestParser
+from worker_client.replicas.lockstep import LockstepScheduler
 from worker_client.requests import GenerationRequest, forked, with_adapter
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from worker_client.structured.masked_steps import CompiledGrammars
@@ -58,8 +59,12 @@ class Plan(msgspec.Struct, frozen=True):
     """Detach after num_results, once no step is in flight."""
 
 
-def make_scheduler(plan: Plan, loaded: LoadedGroup) -> "Scheduler | RandomScheduler":
-    limits = scheduler_limits(loaded, plan.config)
+def make_scheduler(
+    plan: Plan, loaded: LoadedGroup
+) -> "Scheduler | RandomScheduler | LockstepScheduler":
+    limits, parallel = scheduler_limits(loaded, plan.config), plan.config.parallel
+    if parallel.data_parallel_lockstep:
+        return LockstepScheduler([every_draft(limits) for _ in range(parallel.data_parallel_size)])
     if plan.scheduler == "reference":
         return every_draft(limits)
     return RandomScheduler(limits, seed=len(plan.lines))
