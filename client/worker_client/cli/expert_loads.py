@@ -6,7 +6,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from rpc_schema.config import ParallelConfig
 from rpc_schema.lifecycle import Status
+from worker_client.replicas.expert_placement import place_by_load, place_in_order
 
 Counts: TypeAlias = npt.NDArray[np.int64]
 """[E]: the tokens routed to each expert of a layer."""
@@ -40,8 +42,8 @@ def loads_since(before: LoadsByLayer, after: LoadsByLayer) -> dict[int, Counts]:
     }
 
 
-def imbalance(counts: Counts) -> float:
-    """Return the tokens of the busiest expert over the mean of all experts: 1 if they have equal
+def imbalance(counts: Counts | npt.NDArray[np.float64]) -> float:
+    """Return the tokens of the busiest expert, or rank, over the mean of all: 1 if they have equal
     counts, 0 if no token was routed."""
     return float(counts.max() / counts.mean()) if counts.any() else 0.0
 
@@ -73,3 +75,42 @@ def load_figures(loads: LoadsByLayer) -> LoadFigures | None:
         float(np.mean(ratios)),
         max(ratios),
     )
+
+
+class RankFigures(NamedTuple):
+    """Balance of the ranks that have whole experts, on average over the layers: see imbalance()."""
+
+    rank_imbalance: float
+    """With the experts where they are."""
+    balanced_rank_imbalance: float
+    """With the experts placed by these loads; redundant ones only as far as the ranks need them to
+    have equally many."""
+
+
+def rank_figures(loads: LoadsByLayer, num_ranks: int) -> RankFigures | None:
+    """Return the figures of ranks that share each layer's experts; None without layers."""
+    if not loads:
+        return None
+    placed = [
+        (
+            imbalance(place_in_order(counts.size, num_ranks).loads_of_ranks(counts)),
+            imbalance(
+                place_by_load(counts, num_ranks, -counts.size % num_ranks).loads_of_ranks(counts)
+            ),
+        )
+        for counts in loads.values()
+    ]
+    return RankFigures(*(float(np.mean(each)) for each in zip(*placed, strict=True)))
+
+
+def num_expert_ranks(status: Status) -> int:
+    """Return the number of ranks that share the experts of a daemon's stage, each having some as a
+    whole; 1 if each has a part of every expert."""
+    if status.config is None or not status.config.model.enable_expert_parallel:
+        return 1
+    parallel = status.config.parallel
+    return parallel.tensor_parallel_size * _num_replicas(parallel)
+
+
+def _num_replicas(parallel: ParallelConfig) -> int:
+    return parallel.data_parallel_size if parallel.data_parallel_lockstep else 1

@@ -10,10 +10,14 @@ import numpy as np
 
 from rpc_schema.lifecycle import Status
 from worker_client.cli.expert_loads import (
+    LoadFigures,
     LoadsByLayer,
+    RankFigures,
     load_figures,
     loads_by_layer,
     loads_since,
+    num_expert_ranks,
+    rank_figures,
 )
 from worker_client.cli.session import InputRequest, Served, versions
 from worker_client.inputs.text_stream import final_text
@@ -104,7 +108,9 @@ def bench_object(
     """Return the object that bench prints; gpu_memory_bytes is summed over the daemons.
     loads_before: the expert loads before the run; request_rate: inf if all requests came at
     once."""
-    figures = load_figures(loads_since(loads_before, loads_by_layer(daemons)))
+    loads = loads_since(loads_before, loads_by_layer(daemons))
+    figures, num_ranks = load_figures(loads), num_expert_ranks(daemons[0])
+    of_ranks = rank_figures(loads, num_ranks) if num_ranks > 1 else None
     memory = [status.memory_bytes for status in daemons]
     outputs = list(served.outputs.values())
     tokens_in = sum(output.num_prompt_tokens for output in outputs)
@@ -133,12 +139,16 @@ def bench_object(
         "gpu_memory_bytes": uses,
         "reply_delay": [msgspec.structs.asdict(status.reply_delay) for status in daemons],
         "input_wait_share": [status.input_wait_share for status in daemons],
-        **({} if figures is None else {"experts": figures._asdict()}),
+        **({} if figures is None else {"experts": _known(figures) | _known(of_ranks)}),
         **draft_figures(served.drafts),
         "providers": daemons[0].providers,
         "device": daemons[0].device,
         "versions": versions(),
     }
+
+
+def _known(figures: LoadFigures | RankFigures | None) -> JsonObject:
+    return {} if figures is None else figures._asdict()
 
 
 def draft_figures(counts: DraftCounts) -> JsonObject:

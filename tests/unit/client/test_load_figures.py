@@ -4,9 +4,16 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from rpc_schema.config import ParallelConfig
 from rpc_schema.lifecycle import ExpertLoad, GetStatusReply
 from tests.contract.random_messages import fixed_example
-from worker_client.cli.expert_loads import imbalance, load_figures, loads_by_layer, loads_since
+from worker_client.cli.expert_loads import (
+    imbalance,
+    load_figures,
+    loads_by_layer,
+    loads_since,
+    num_expert_ranks,
+)
 
 
 def statuses(*daemons):
@@ -54,3 +61,29 @@ def test_figures():
     assert figures.worst_imbalance == pytest.approx(max(ratios))
     assert imbalance(np.full(7, 3)) == 1.0
     assert load_figures({}) is None
+
+
+@pytest.mark.parametrize(
+    ("shares", "lockstep", "num_ranks"), [(False, True, 1), (True, False, 2), (True, True, 6)]
+)
+def test_ranks_that_share_experts(shares, lockstep, num_ranks):
+    (status,) = statuses({})
+    parallel = ParallelConfig(
+        tensor_parallel_size=2, data_parallel_size=3, data_parallel_lockstep=lockstep
+    )
+    model = replace(status.config.model, enable_expert_parallel=shares)
+    status = replace(status, config=replace(status.config, parallel=parallel, model=model))
+    assert num_expert_ranks(status) == num_ranks
+    assert num_expert_ranks(replace(status, config=None)) == 1
+
+
+def test_counts_of_replicas_are_added():
+    """The two ranks of each have equal ones."""
+    counts = np.random.default_rng().integers(0, 1 << 40, (2, 6))
+    found = statuses(*({3: own.tolist()} for own in counts.repeat(2, axis=0)))
+    parallel = ParallelConfig(tensor_parallel_size=2, data_parallel_size=2)
+    found = [
+        replace(each, rank=rank, config=replace(each.config, parallel=parallel))
+        for rank, each in enumerate(found)
+    ]
+    assert loads_by_layer(found)[3].tolist() == counts.sum(0).tolist()
