@@ -1,5 +1,6 @@
 """Shared by the tests of recomputed requests: each token, and its log probability, is the same as
-that of transformers' model of its version after the same tokens, all computed by that version."""
+that of transformers' model of its version, in float64, after the same tokens, all computed by that
+version."""
 
 from tests.support.checkpoints import prompts
 
@@ -17,7 +18,7 @@ def assert_as_fresh(model_of, prompt, output, close=CLOSER):
     weights of the token's version."""
     known, place = [*map(int, prompt), *output.token_ids], 0
     for run in output.weights_versions:
-        expected = model_of[run.version].logprobs(known)
+        expected = model_of[run.version].exact_logprobs(known)
         for _ in range(run.num_tokens):
             row, token = expected[len(prompt) + place - 1], output.token_ids[place]
             assert row[token] > row.max() - 10 * close, (output.req_id, place, run)
