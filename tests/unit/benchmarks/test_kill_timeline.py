@@ -61,6 +61,7 @@ def test_requests_are_equal_in_all_tokens_or_not():
     assert num_equal({1: [5, 6], 2: [5, 6]}, {1: [5, 6], 2: [5, 7]}) == 1
 
 
+@pytest.mark.exhaustive  # the demo of the wheel kills both as well
 @pytest.mark.slow
 def test_two_kills_lose_no_token_on_the_cpu(tmp_path):
     """The same tokens as in an undisturbed run."""
