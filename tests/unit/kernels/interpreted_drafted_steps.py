@@ -180,7 +180,10 @@ def test_kernels_give_the_same_tokens(make_both: Make, method: str, most: int) -
     rows.outputs.clear()
     rows.drafted(dict.fromkeys(range(5), most))
     assert rows.outputs == [StepOutput] * 2
-    rows.drafted(dict.fromkeys((0, 2, 4), most))
+    for _ in range(12):  # greedy tokens repeat themselves sooner or later
+        rows.drafted(dict.fromkeys((0, 2, 4), most))
+        if rows.num_accepted:
+            break
     assert rows.num_accepted
     counts = [driver.worker.describe().draft_counts for driver in drivers]
     assert counts[0].num_drafted == counts[1].num_drafted > 0

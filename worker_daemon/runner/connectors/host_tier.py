@@ -133,6 +133,7 @@ class HostTier:
         loaded = self._load(moves.load_blocks, moves.load_slots, are_held)
         self.counts.num_loaded += moves.load_slots.size
         self._unread.append(loaded)
+        self._count_known()  # on the CPU this load, too: no later step may come to count it
         return loaded
 
     def settle(self) -> None:
