@@ -5,6 +5,7 @@ never)."""
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from worker_client.trainer.communicator import Communicator, TransferStopped
 from worker_client.trainer.deltas import TensorPiece
-from worker_client.trainer.shards import ShardSender, shards_of
+from worker_client.trainer.shards import ShardChannel, ShardSender, shards_of
 
 PACKED_BYTES = 20_000
 
@@ -55,9 +56,21 @@ def die_after(lifetime):
     Communicator.send_shards = send_shards
 
 
+def hear_late():
+    """Ask rank 0 how a round ended when it may want to leave already."""
+    original = ShardChannel.hear
+
+    def hear(channel, key, timeout_s):
+        time.sleep(0.3)
+        return original(channel, key, timeout_s)
+
+    ShardChannel.hear = hear
+
+
 def main(path, rank, size, directory, kind, sends, lifetime):
     join(path, int(rank), int(size))
     die_after(int(lifetime))
+    hear_late()
     shards = cut(load_file(Path(directory) / "model.safetensors"), int(rank), int(size), kind)
     with ShardSender("gloo", None, timeout_s=20) as sender:
         for _ in range(int(sends)):

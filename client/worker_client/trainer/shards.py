@@ -5,6 +5,8 @@ each worker gets what lies in its own part alone.
     sender.send(shards_of(model.state_dict()))          # on every rank of the trainer
 """
 
+import contextlib
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from rendezvous.store import Member, StoreServer
+from rendezvous.store import Member, RendezvousError, StoreServer
 from rpc_schema import weight_transfer as wt
 from rpc_schema.config import RendezvousAddress
 from rpc_schema.shard_plan import NOTHING, SentTensor, Wants, plan_rounds, region_of
@@ -49,6 +51,8 @@ from worker_client.worker_group import WorkerGroup
 PACKED_BYTES: Final = 64 << 20
 FINISH_S: Final = 600.0
 """Limit on rank 0's last operations, after all bytes have arrived."""
+FAREWELL_S: Final = 5.0
+"""How long rank 0, when it leaves, waits for the others to hear how the last round ended."""
 _ADDRESS_BYTES: Final = 512
 _NUM_IN_FLIGHT: Final = 2
 
@@ -116,6 +120,8 @@ class ShardChannel:
         )
         self._server: StoreServer | None = None
         self._board: StoreServer | Member
+        self._round: int | None = None
+        """The last round that this rank has begun."""
         if address is None:
             self._server = self._board = StoreServer(host, size - 1)
             address = RendezvousAddress(
@@ -161,6 +167,7 @@ class ShardChannel:
         Raises:
             TransferStopped: a rank is lost, or has given up the round.
         """
+        self._round = round
         try:
             with Failures("gathering the trainer's tensors"):
                 if self._server is None:
@@ -214,19 +221,34 @@ class ShardChannel:
         with Failures("waiting for the trainer's rank 0"):
             return self._board.get(key, timeout_s).decode()
 
+    def end_round(self) -> None:
+        """Tell rank 0 that this rank waits for nothing more of its round. Another rank only."""
+        with contextlib.suppress(RendezvousError):  # rank 0 has left already
+            self._board.set(f"round/{self._round}/ended/{self._rank}", b"")
+
     def stop(self) -> None:
         """End a wait of rank 0."""
         self._communicator.stop()
 
     def close(self) -> None:
-        """Leave the members, even if they have died."""
+        """Leave the members, even if they have died. Rank 0 first lets the others hear how the
+        last round ended, for FAREWELL_S at most."""
         self._communicator.stop()
+        if self._server is not None and self._round is not None:
+            self._await_ends(self._server, self._round)
         self._board.close()
         self._communicator.close()
 
     @property
     def _rank(self) -> int:
         return self._communicator.place.rank
+
+    def _await_ends(self, server: StoreServer, round: int) -> None:
+        """Wait until every other rank of the trainer has ended the round."""
+        deadline = time.monotonic() + FAREWELL_S
+        with contextlib.suppress(RendezvousError):  # a rank is lost, or too slow
+            for rank in range(1, self._communicator.place.num_trainers):
+                server.get(f"round/{round}/ended/{rank}", max(0.0, deadline - time.monotonic()))
 
     def _read(self, key: str) -> bytes:
         timeout_s = self._communicator.place.timeout_s
@@ -381,9 +403,13 @@ class ShardSender:
             if self._group is not None:
                 options = UpdateOptions(format, partial, version, target, running, recompute_budget)
                 return self._update(self._group, channel, own, packed_bytes, options)
-            tensors = channel.gather([each.sent for each in own], self._round)
-            channel.send(tensors, _by_place(own), packed_bytes=packed_bytes, round=self._round)
-            return _report(channel.hear(f"round/{self._round}/done", self._timeout_s + FINISH_S))
+            try:
+                tensors = channel.gather([each.sent for each in own], self._round)
+                channel.send(tensors, _by_place(own), packed_bytes=packed_bytes, round=self._round)
+                done = channel.hear(f"round/{self._round}/done", self._timeout_s + FINISH_S)
+            finally:
+                channel.end_round()
+            return _report(done)
         except BaseException:
             self._connection.is_open = False
             raise
