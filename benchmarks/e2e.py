@@ -9,7 +9,7 @@ Times are those of `worker-client bench`: `seconds` runs from the first submissi
 the last token of the last one, with all requests submitted at once. It includes client and wire,
 but not loading, warm-up and attaching. The figure of a workload is generated tokens over these
 seconds for decode_* and mixed256, prompt tokens over them for prefill_8x8192, and the seconds
-themselves for prefill_1x8192 and long_32x8000; prompt tokens also for prefill_512x512 and
+themselves for prefill_1x8192, long_* and agents_32x4000; prompt tokens also for prefill_512x512 and
 embed_512x512. For a model with experts, the experts of a layer that the workload's tokens chose are
 printed beside it. Workloads that workloads.NAMES lacks run only if named. During a run, every
 daemon's status is polled ten times a second, as a metrics collector would; the reply delay is that
@@ -33,7 +33,7 @@ from worker_client.launcher import LocalDaemons
 
 OPTIONS = ("--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "16384")
 TIMEOUT_S = 300
-IN_SECONDS = ("prefill_1x8192", "long_32x8000")
+IN_SECONDS = ("prefill_1x8192", "long_32x8000", "long_4x30000", "agents_32x4000")
 
 
 @dataclass(frozen=True)

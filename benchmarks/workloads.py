@@ -19,6 +19,8 @@ NAMES = (*FIXED, "mixed256")
 NAMED = {  # run only if named: see also POOLING
     "decode_bs16": (16, 100, 256),
     "long_32x8000": (32, 8000, 256),
+    "long_4x30000": (4, 30000, 64),  # needs --options "--max-model-len 32768"
+    "agents_32x4000": (32, 4000, 512),
 }
 POOLING = {  # the same prompts, first to sample a token each, then to embed them
     "prefill_512x512": (512, 512, 1),
