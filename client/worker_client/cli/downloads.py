@@ -60,7 +60,7 @@ def _show_line(name: RepoName) -> OnProgress:
         total = progress.total_bytes
         if total > progress.done_bytes and total not in announced:
             announced.add(total)
-            text = f"downloading {name}: {progress.num_files} files, {total / 1e6:.1f} MB\n"
-            sys.stderr.write(text)
+            files = "1 file" if progress.num_files == 1 else f"{progress.num_files} files"
+            sys.stderr.write(f"downloading {name}: {files}, {total / 1e6:.1f} MB\n")
 
     return show
