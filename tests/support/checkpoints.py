@@ -191,8 +191,15 @@ class Checkpoint:
 
     def exact_logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Return logprobs(token_ids), computed in float64: float32 is wrong by up to 1.3e-5."""
+        return self._exact_logprobs(input_ids=torch.tensor([list(token_ids)]))
+
+    def exact_logprobs_of(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """Return exact_logprobs of a prompt of these embeddings, [tokens, hidden size]."""
+        return self._exact_logprobs(inputs_embeds=embeddings.double().unsqueeze(0))
+
+    def _exact_logprobs(self, **inputs: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            logits: torch.Tensor = self._exact(torch.tensor([list(token_ids)])).logits[0]
+            logits: torch.Tensor = self._exact(**inputs).logits[0]
         return logits.log_softmax(-1)
 
     @cached_property
