@@ -52,7 +52,8 @@ PACKED_BYTES: Final = 64 << 20
 FINISH_S: Final = 600.0
 """Limit on rank 0's last operations, after all bytes have arrived."""
 FAREWELL_S: Final = 5.0
-"""How long rank 0, when it leaves, waits for the others to hear how the last round ended."""
+"""Limit on the time for which rank 0, when it leaves, waits for the others to hear how the last
+round ended."""
 _ADDRESS_BYTES: Final = 512
 _NUM_IN_FLIGHT: Final = 2
 
