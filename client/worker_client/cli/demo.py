@@ -33,7 +33,7 @@ from worker_client.cli.demo_driver import Plan
 from worker_client.cli.demo_model import make_demo_model
 from worker_client.cli.demo_report import WIDTH, charts, comparison, recoveries, same
 from worker_client.cli.demo_run import DriverProcess, Run
-from worker_client.cli.options import Device, cuda_devices, default_device
+from worker_client.cli.devices import Device, cuda_devices, default_device
 from worker_client.cli.terminal import print_lines, shown_on
 from worker_client.cli.terminal_lines import Line
 from worker_client.errors import config_error

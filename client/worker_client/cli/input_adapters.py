@@ -10,7 +10,7 @@ from rpc_schema.errors import (
 )
 from worker_client.cli.downloads import shown_downloads
 from worker_client.cli.input_request import InputRequest
-from worker_client.cli.options import RunOptions
+from worker_client.cli.run_options import RunOptions
 from worker_client.errors import (
     ClientConfigError,
     ContentMismatchError,

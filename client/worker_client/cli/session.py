@@ -22,10 +22,11 @@ from rpc_schema.extensions import extension_of
 from rpc_schema.structured import StructuredOutput
 from rpc_schema.version import PROTOCOL_VERSION, SOFTWARE_VERSION
 from worker_client.cli.arrivals import Arrivals
+from worker_client.cli.devices import Device
 from worker_client.cli.downloads import shown_downloads
 from worker_client.cli.input_adapters import with_adapters
 from worker_client.cli.input_request import InputRequest as InputRequest
-from worker_client.cli.options import Device, RunOptions
+from worker_client.cli.run_options import RunOptions
 from worker_client.driver import Driver, Recover, give_up
 from worker_client.driver_parts.registry import DriverOptions
 from worker_client.errors import (

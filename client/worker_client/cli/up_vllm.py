@@ -10,7 +10,7 @@ from typing import Annotated, Final
 
 import typer
 
-from worker_client.cli.options import Device, default_device
+from worker_client.cli.devices import Device, default_device
 from worker_client.errors import LaunchError
 from worker_client.launcher import LocalDaemons
 from worker_client.vllm.settings import ENDPOINTS_VARIABLE

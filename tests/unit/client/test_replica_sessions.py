@@ -8,7 +8,8 @@ import time
 import pytest
 
 from tests.support.fake_daemon import HELD, FakeDaemon, Fault, reference_tokens
-from worker_client.cli.options import Device, build_run_options
+from worker_client.cli.devices import Device
+from worker_client.cli.run_options import build_run_options
 from worker_client.cli.session import open_session, read_inputs
 from worker_client.errors import ClientConfigError, ReplicasMissing, WorkerDied
 

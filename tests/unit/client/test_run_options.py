@@ -23,8 +23,8 @@ from rpc_schema.config import (
 from rpc_schema.errors import ConfigError
 from tests.support.fake_daemon import next_token
 from tests.unit.client.conftest import options
-from worker_client.cli.options import build_run_options
 from worker_client.cli.report import draft_figures, output_line
+from worker_client.cli.run_options import build_run_options
 from worker_client.errors import ClientConfigError
 from worker_client.group.loading import check_config
 from worker_client.launcher import LocalDaemons

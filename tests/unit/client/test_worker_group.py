@@ -21,7 +21,7 @@ from rpc_schema.lifecycle import MemoryChange
 from tests.support.fake_daemon import HELD, FakeDaemon, Fault, next_token
 from tests.support.waiting import PATIENCE_S, wait_until
 from tests.unit.client.conftest import worker_config
-from worker_client.cli.options import build_run_options
+from worker_client.cli.run_options import build_run_options
 from worker_client.driver import Driver
 from worker_client.errors import (
     ClientConfigError,

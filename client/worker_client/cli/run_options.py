@@ -1,0 +1,191 @@
+"""The checked options of a run, and the commands that take them."""
+
+import functools
+import inspect
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from msgspec import structs
+
+from rpc_schema.config import GraphConfig, WorkerConfig
+from worker_client.cli.devices import Device, default_device
+from worker_client.cli.downloads import shown_downloads
+from worker_client.cli.options import ConfigFile, from_environment, parameters_of, take_group
+from worker_client.cli.run_option_groups import (
+    DEFAULT_MAX_TOKENS,
+    CacheOptions,
+    DaemonOptions,
+    DraftOptions,
+    LoraOptions,
+    ModelOptions,
+    ParallelOptions,
+    RequestOptions,
+    StepOptions,
+)
+from worker_client.group.replacement import REPLACE_WITHIN_S
+from worker_client.inputs.model_source import ModelSource, find_model
+from worker_client.inputs.tokenizer import MAX_TEXT_BYTES
+from worker_client.wire.keys import NO_KEYS, Keys
+
+GROUPS: Final = (
+    ModelOptions,
+    DaemonOptions,
+    ParallelOptions,
+    StepOptions,
+    DraftOptions,
+    CacheOptions,
+    LoraOptions,
+    RequestOptions,
+)
+"""All options of a run, in the order of --help."""
+_LINE_ONLY: Final = ("force", "prompt", "input_", "output", "max_tokens")
+"""Options without an environment variable."""
+_CONFIG: Final = inspect.Parameter(
+    "config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile
+)
+"""Source of defaults: in no group, as nothing is built from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Checked options of generate and bench."""
+
+    model: ModelSource
+    endpoints: tuple[str, ...]
+    device: Device
+    config: WorkerConfig
+    num_gpu_blocks: int | None
+    fit_max_model_len: bool
+    seed: int | None
+    reload: bool
+    force: bool
+    keys: Keys = NO_KEYS
+    """Keys for the daemons of `endpoints`; local ones have none."""
+    replace_within_s: float = REPLACE_WITHIN_S
+    restart: bool = False
+    wait_s: float = 0.0
+    prompts: tuple[str, ...] = ()
+    input: Path | None = None
+    output: Path | None = None
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    """Applies to each prompt."""
+    lora_root: Path | None = None
+    """Directory of the LoRA adapters of local daemons."""
+    adapter_cache: Path | None = None
+    """Hub cache with adapters, for local daemons too."""
+    draft: ModelSource | None = None
+    """The draft model, if there is one."""
+    max_text_bytes: int = MAX_TEXT_BYTES
+    """Bound on the UTF-8 bytes of a prompt's text."""
+    max_itl_ms: float | None = None
+    """Target for the time between two tokens of a request, in milliseconds."""
+
+
+def build_run_options(**values: Any) -> RunOptions:
+    """Check the options of GROUPS, given by name, and put them into a worker configuration.
+
+    Downloads the small files of models that are named by their repositories, once all else is
+    found to be valid.
+
+    Raises:
+        ClientConfigError: one of them is invalid.
+        HubModelError: a repository cannot be read.
+        TypeError: no group has such an option.
+    """
+    model, daemons = take_group(ModelOptions, values), take_group(DaemonOptions, values)
+    parallel, steps = take_group(ParallelOptions, values), take_group(StepOptions, values)
+    drafts, cache = take_group(DraftOptions, values), take_group(CacheOptions, values)
+    loras, requests = take_group(LoraOptions, values), take_group(RequestOptions, values)
+    if values:
+        raise TypeError(f"no group has the options {sorted(values)}")
+    config = WorkerConfig(
+        parallel=parallel.config(),
+        model=model.config(),
+        scheduler=steps.config(),
+        cache=cache.config(),
+        graph=GraphConfig(enforce_eager=steps.enforce_eager),
+        lora=loras.config(),
+        speculative=drafts.config(),
+    )
+    endpoints, keys = daemons.running(), daemons.keys()
+    found, draft = _find_models(model, drafts)
+    config = structs.replace(config, model=structs.replace(config.model, model=found.sent_as))
+    if draft is not None:
+        speculative = structs.replace(config.speculative, model=draft.sent_as)
+        config = structs.replace(config, speculative=speculative)
+    return RunOptions(
+        model=found,
+        endpoints=endpoints,
+        device=daemons.device or default_device(),
+        config=config,
+        num_gpu_blocks=cache.num_gpu_blocks,
+        fit_max_model_len=model.is_fitted,
+        seed=model.seed,
+        reload=daemons.reload,
+        force=daemons.force,
+        keys=keys,
+        replace_within_s=daemons.replace_within,
+        restart=daemons.restart,
+        wait_s=daemons.wait,
+        prompts=tuple(requests.prompt or ()),
+        input=requests.input_,
+        output=requests.output,
+        max_tokens=requests.max_tokens,
+        lora_root=loras.lora_root,
+        draft=draft,
+        max_text_bytes=requests.max_text_bytes,
+        max_itl_ms=steps.max_itl_ms,
+    )
+
+
+def _find_models(
+    model: ModelOptions, drafts: DraftOptions
+) -> tuple[ModelSource, ModelSource | None]:
+    """Return the model and the draft model; shows what is downloaded."""
+    with shown_downloads() as show:
+        found = find_model(model.model, show=show)
+        if drafts.speculative_model is None:
+            return found, None
+        return found, find_model(drafts.speculative_model, "speculative_model", show)
+
+
+def takes_run_options(
+    command: Callable[..., None],
+    *,
+    without: Collection[str] = (),
+    complete: Callable[[dict[str, Any]], None] = lambda values: None,
+) -> Callable[..., None]:
+    """Return a command with the options of GROUPS, --config and its own. The wrapped function gets
+    a RunOptions as its first argument; where another one is a group, it gets that group, made of
+    the options that are its fields. without: options that it does not have. complete: is called
+    with the values of all, and may change those of GROUPS."""
+    shared = [
+        entry if entry.name in _LINE_ONLY else from_environment(entry)
+        for group in GROUPS
+        for entry in parameters_of(group)
+        if entry.name not in without
+    ]
+    own: list[inspect.Parameter] = []
+    groups: dict[str, type[Any]] = {}
+    for entry in list(inspect.signature(command).parameters.values())[1:]:
+        kind = entry.annotation
+        if isinstance(kind, type) and is_dataclass(kind):
+            groups[entry.name] = kind
+            own += parameters_of(kind)
+        else:
+            own.append(entry.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        del values[_CONFIG.name]  # its callback has read it
+        complete(values)
+        options = build_run_options(**{entry.name: values.pop(entry.name) for entry in shared})
+        taken = {name: take_group(group, values) for name, group in groups.items()}
+        command(options, **taken, **values)
+
+    parameters = [*shared, _CONFIG, *own]
+    vars(run)["__signature__"] = inspect.Signature(parameters)
+    run.__annotations__ = {entry.name: entry.annotation for entry in parameters}
+    return run
