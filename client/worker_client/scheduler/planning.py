@@ -4,9 +4,7 @@ for it, preempts and admits; tokens count as computed only once the scheduler co
 from collections.abc import Mapping, Sequence
 from itertools import chain, islice
 
-from rpc_schema.pooling import MAX_POOLED_BYTES
 from worker_client.parts.registry import may_start
-from worker_client.scheduler.admissions import most_admission_bytes
 from worker_client.scheduler.decode_groups import DecodeGroups
 from worker_client.scheduler.draft_lengths import DraftLengths
 from worker_client.scheduler.interface import SchedulerLimits
@@ -14,8 +12,8 @@ from worker_client.scheduler.request import Request
 from worker_client.scheduler.request_blocks import RequestBlocks
 from worker_client.scheduler.request_queues import RequestQueues
 from worker_client.scheduler.step_budget import PromptAllowance, StepBudget, StepLoad
+from worker_client.scheduler.step_room import AdmissionSize, StepRoom
 from worker_client.steps.drafts import NONE_BROUGHT
-from worker_client.steps.step_checks import MAX_ADMITTED_BYTES, MAX_ADMITTED_TOKENS
 
 PIPELINE_CHUNK = 2048
 """In a pipeline, a step combines several prompts only up to this many prompt tokens, or more if
@@ -66,12 +64,7 @@ class Step:
         self._groups = groups
         self._budget = limits.max_num_batched_tokens
         self._num_prefill_tokens = 0
-        self._num_admitted_tokens = 0
-        self._num_admitted_bytes = 0
-        self._num_output_bytes = 0
-        self._num_cached_experts = 0
-        """Cached tokens whose experts the step's reply reports."""
-        """Bytes of the outputs that the step completes."""
+        self._room = StepRoom(limits)
         support = limits.pooling
         self._whole_prompts = support is not None and support.whole_prompts
         self._step_budget = step_budget
@@ -233,38 +226,40 @@ class Step:
         for request in list(self._queues.prefilling.values()):
             begin = request.num_computed
             count = min(request.num_tokens - begin, self._num_open(begin))
-            if (
+            if not (
                 self._has_room(count, chunk)
                 and request.is_running
-                and self._fits_output(request, request.num_computed + count)
-                and (
-                    not request.needs_admission
-                    or (
-                        self._fits_in_message(request, self._num_bytes(request))
-                        and self._fits_experts(request, begin)
-                    )
-                )
+                and self._room.fits_output(request, begin + count)
+            ):
+                continue
+            if not request.needs_admission:
+                if self._extend(request, count):
+                    self._prefill(request, count)
+                continue
+            size = self._room.size_of(request)
+            if (
+                self._room.fits_message(size)
+                and self._room.fits_experts(request, begin)
                 and self._extend(request, count)
             ):
                 self._prefill(request, count)
-                if request.needs_admission:
-                    self._add_admission(request, self._num_bytes(request))
-                    self._drop_new_blocks(request)  # the admission has them all
+                self._add_admission(request, size)
+                self._drop_new_blocks(request)  # the admission has them all
 
     def _admit(self, chunk: int) -> None:
         """Admit waiting requests in order, as long as blocks, slots and tokens last."""
         while self._queues.waiting and self._num_open(0) > 0 and not self._queues.is_full:
             request = self._queues.waiting[0]
-            num_bytes = self._num_bytes(request)
             if request.num_in_flight or request.num_void:
                 return
-            if not self._fits_in_message(request, num_bytes):
+            size = self._room.size_of(request)
+            if not self._room.fits_message(size):
                 return
             if request.extensions and not self._may_start(request):
                 return
             prefix = self._blocks.find_prefix(request)
             num_cached = self._blocks.num_cached(prefix)
-            fits = self._fits_experts(request, num_cached)
+            fits = self._room.fits_experts(request, num_cached)
             if not (fits and self._blocks.can_hold(request, prefix)):
                 return
             count = min(request.num_tokens - num_cached, self._num_open(num_cached))
@@ -275,7 +270,7 @@ class Step:
                 return
             self._blocks.begin(request, prefix, count)
             self._queues.start(request)
-            self._add_admission(request, num_bytes)
+            self._add_admission(request, size)
             self._prefill(request, count)
 
     def _may_start(self, request: Request) -> bool:
@@ -317,53 +312,19 @@ class Step:
         """Return True if a waiting request that pools may be computed up to its token `end`."""
         if self._whole_prompts and end < request.num_tokens:
             return False
-        return self._fits_output(request, end)
-
-    def _fits_output(self, request: Request, end: int) -> bool:
-        """Return True if the step's reply has room for the output of a request that is computed up
-        to its token `end`."""
-        if end < request.num_tokens or not request.traits.output_bytes:
-            return True
-        return self._num_output_bytes + request.traits.output_bytes <= MAX_POOLED_BYTES
+        return self._room.fits_output(request, end)
 
     def _prefill(self, request: Request, count: int) -> None:
-        if request.num_computed + count == request.num_tokens:
-            self._num_output_bytes += request.traits.output_bytes
+        self._room.compute(request, request.num_computed + count)
         if self._allowance is not None:
             self._allowance.take(request.num_computed, count)
         self.prefills[request.id] = count
         self._num_prefill_tokens += count
         self._budget -= count
 
-    def _fits_in_message(self, request: Request, num_bytes: int) -> bool:
-        """Return True if the admission of a request, with all its tokens, fits into the step's
-        message."""
-        return (
-            self._num_admitted_tokens + len(request.tokens) <= MAX_ADMITTED_TOKENS
-            and self._num_admitted_bytes + num_bytes <= MAX_ADMITTED_BYTES
-        )
-
-    def _num_bytes(self, request: Request) -> int:
-        num_tokens = len(request.tokens) + self._limits.num_lookahead_tokens
-        num_tokens = max(len(request.tokens), min(num_tokens, request.most_computed))
-        return most_admission_bytes(request, num_tokens, self._limits.block_groups)
-
-    def _fits_experts(self, request: Request, num_cached: int) -> bool:
-        """Return True if the step's reply has room for the experts of a request's cached tokens, as
-        far as they are not known. One request's always fit (Request.most_cached)."""
-        if request.experts is None:
-            return True
-        num_known = request.experts.num_known_of(len(request.tokens) - 1)
-        count = max(0, num_cached - num_known)
-        return self._num_cached_experts + count <= self._limits.max_cached_experts
-
-    def _add_admission(self, request: Request, num_bytes: int) -> None:
-        if request.experts is not None:
-            num_known = request.experts.num_known_of(len(request.tokens) - 1)
-            self._num_cached_experts += max(0, request.num_computed - num_known)
+    def _add_admission(self, request: Request, size: AdmissionSize) -> None:
+        self._room.admit(request, size)
         self.new.append(request)
-        self._num_admitted_tokens += len(request.tokens)
-        self._num_admitted_bytes += num_bytes
 
     def _extend(self, request: Request, count: int) -> bool:
         """Find blocks for `count` more tokens, preempting the least urgent requests if need be.

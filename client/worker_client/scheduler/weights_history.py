@@ -7,7 +7,7 @@ from worker_client.requests import VersionRun
 
 @dataclass(slots=True)
 class WeightsHistory:
-    """Owned by a request. AdapterVersions sets adapter_version, and an admission num_recomputed."""
+    """Owned by a request. SamplingWeights sets adapter_version, and an admission num_recomputed."""
 
     runs: tuple[VersionRun, ...] = ()
     """Versions of the weights that have sampled its output tokens, as far as stamp() was told."""

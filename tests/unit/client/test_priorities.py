@@ -100,7 +100,7 @@ def test_the_most_urgent_are_admitted_first_and_preempted_last(seed):
 def sampled(scheduler, output):
     """Return the result of a step: a token for each request that it has computed to its end."""
     find = scheduler._queues.unfinished
-    latest = scheduler._num_steps - 1
+    latest = scheduler._steps.next - 1
     ready = [name for name in output.num_scheduled_tokens if find[name].last_step == latest]
     names = [*output.decode_req_ids, *ready]
     return StepResult(names, [5] * len(names))

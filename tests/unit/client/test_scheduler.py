@@ -110,7 +110,7 @@ class Suspending(Scheduler):
         for req_id in self.suspended:
             assert self.jump_forward(req_id, [5, 6, 7, 8, 9]) == NO_JUMP
         step = super().schedule()
-        if step is None and not self._in_flight:
+        if step is None and not self._steps.numbers:
             self.suspended.clear()
             self.await_recompute(())
             step = super().schedule()

@@ -1,5 +1,5 @@
-"""The weights of adapters, which updates change: those that sample for each request, and the roots
-of its block hashes."""
+"""The weights that sample for each request, of the model and of its adapter, which updates change;
+and the roots of its block hashes."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -23,15 +23,24 @@ class _AdapterChange(NamedTuple):
     weights_version: int
 
 
-class AdapterVersions:
-    """The adapters that were updated. Owned by a scheduler."""
+class SamplingWeights:
+    """The version of the model's weights, and the adapters that were updated. Owned by a
+    scheduler."""
 
     def __init__(self) -> None:
+        self.version = 0
+        """Number of the version that has sampled the newest tokens."""
         self._present: dict[int, GroupAdapter] = {}
         """Adapters as they are now, by LoraRequest.version. Of those that have had one id, the
         newest, and those whose requests are unfinished."""
         self.changes: deque[_AdapterChange] = deque()
         """Updates whose first step has no result yet."""
+
+    def set_version(self, version: int, unfinished: Iterable[Request]) -> None:
+        """Note that other weights of the model sample the tokens of requests from here on."""
+        for request in unfinished:
+            request.stamp(self.version)
+        self.version = version
 
     def begin(self, request: Request) -> None:
         """Note the present weights of a new request's adapter, if it has one."""
@@ -85,15 +94,15 @@ class AdapterVersions:
         self.changes.append(_AdapterChange(first_step, adapter.version, adapter.weights_version))
         return users
 
-    def sampled_by(self, step: int, sampled_by: int, unfinished: Iterable[Request]) -> None:
-        """Note that the results from this step on are of the present weights, as far as no later
-        step changes them. sampled_by: version of the model's weights."""
+    def follow_adapters(self, step: int, unfinished: Iterable[Request]) -> None:
+        """Note that the results from this step on are of the present weights of adapters, as far as
+        no later step changes them."""
         requests = list(unfinished)
         while self.changes and self.changes[0].first_step <= step:
             change = self.changes.popleft()
             for request in requests:
                 if _version_of(request) == change.version:
-                    request.stamp(sampled_by)
+                    request.stamp(self.version)
                     request.weights.adapter_version = change.weights_version
 
     def _set_root(self, request: Request) -> None:
