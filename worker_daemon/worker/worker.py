@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,16 +40,15 @@ from worker_daemon.device.host_rows import HostRows
 from worker_daemon.device.init import device_name
 from worker_daemon.device.memory import MemorySource
 from worker_daemon.device.memory_sources import memory_source
-from worker_daemon.distributed.bubbles import InputWaits
 from worker_daemon.errors import config_error
 from worker_daemon.kernel_compiler import KernelCompiler
 from worker_daemon.models.saving import Saver, SaveReport, SaveRequest
 from worker_daemon.models.tensor_bytes import checksum
 from worker_daemon.models.tensorized import TENSORIZER_PATTERN, tensorizer_files
-from worker_daemon.models.weight_state import WeightReport, WeightState
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.runner.kv_cache import KVMemory
 from worker_daemon.runner.output import PendingOutput
+from worker_daemon.worker.describing import describe, memory_by_kind
 from worker_daemon.worker.description import WorkerDescription
 from worker_daemon.worker.host_memory import (
     check_host_memory,
@@ -64,7 +62,7 @@ from worker_daemon.worker.loading import (
     rank_weights,
     reload,
 )
-from worker_daemon.worker.memory_ledger import Kind, memory_line
+from worker_daemon.worker.memory_ledger import memory_line
 from worker_daemon.worker.memory_profile import check_step_deadline, profile_memory
 from worker_daemon.worker.profiling import PlainTrace, Profiler, ProfileRequest
 from worker_daemon.worker.rank_device import RankDevice
@@ -266,7 +264,9 @@ class Worker:
 
     def _log_memory(self) -> None:
         advice = self._device.opened.ledger.advise()
-        _LOG.info("memory: %s", memory_line(self._memory_by_kind()))
+        _LOG.info(
+            "memory: %s", memory_line(memory_by_kind(self._device, self._model, self._serving))
+        )
         _LOG.info(
             "kv_cache_memory_bytes: %d would fit the request, %d would fill the card",
             advice.request_bytes,
@@ -815,64 +815,7 @@ class Worker:
 
     def describe(self) -> WorkerDescription:
         """Describe the loaded objects on the device, and the memory by use."""
-        opened, model = self._device.opened_or_none, self._model_or_none
-        serving = self._serving_or_none
-        tier = serving.host_tier if serving else None
-        return WorkerDescription(
-            device=self._device.name,
-            config=model.config if model else None,
-            model_names=model.resolved.names if model else (),
-            kv_cache=serving.plan if serving else None,
-            memory_bytes=self._memory_by_kind(),
-            kv_cache_advice=opened.ledger.advice if opened else None,
-            providers=self._providers(),
-            memory_tags=model.memory.states if model else {},
-            weights=partial(_weights_report, model.weights if model else None),
-            draft_weights=partial(_weights_report, model.draft_weights if model else None),
-            # The description outlives a reset: it must hold no device memory.
-            num_requests=serving.runner.state.num_requests if serving else int,
-            num_kv_blocks_held=serving.runner.state.num_held_blocks if serving else int,
-            draft_counts=serving.draft_counts if serving else None,
-            uploads_in_use=serving.runner.state.uploads_in_use if serving else frozenset,
-            input_wait_share=partial(_waiting_share, serving.runner.waits if serving else None),
-            expert_loads=model.stage.expert_loads.known.get if model else dict,
-            block_contents=serving.runner.state.contents if serving else None,
-            host_contents=serving.runner.state.host_contents if serving else None,
-            host_tier=tier.counts.status if tier else lambda: None,
-        )
-
-    def _memory_by_kind(self) -> dict[str, int]:
-        opened, model = self._device.opened_or_none, self._model_or_none
-        if opened is None:
-            return {}
-        held = dict(model.memory.bytes_by_kind()) if model else {}
-        weights = model.weights_bytes if model else 0
-        kv_cache = _cache_bytes(self._serving_or_none.plan) if self._serving_or_none else 0
-        sizes: dict[Kind, int] = {
-            "weights": held.pop("weights", weights),
-            "kv_cache": held.pop("kv_cache", kv_cache),
-        }
-        if model is not None and model.adapters is not None:
-            sizes["adapters"] = held.pop("adapters", model.adapters.slots.size_bytes)
-        return opened.ledger.by_kind(sizes) | held
-
-    def _providers(self) -> dict[str, str]:
-        model, serving = self._model_or_none, self._serving_or_none
-        if model is None:
-            return {}
-        place = self._device.opened.place
-        experts = place.sharing_experts(model.resolved.decoder)
-        threads = {"threads": str(torch.get_num_threads())} if place.device.type == "cpu" else {}
-        measured = model.attention.long_chunks
-        return {
-            "attention": model.attention.name,
-            **({"long_chunks": measured} if measured else {}),
-            "layers": model.stage.ops_name,
-            "all_reduce": place.tp.all_reduce_name,
-            **({} if experts is None else {"experts": experts.name}),
-            "graphs": str(serving.num_graphs if serving else 0),
-            **threads,
-        }
+        return describe(self._device, self._model_or_none, self._serving_or_none)
 
     # Parts.
 
@@ -917,15 +860,3 @@ class Worker:
 
     def _identity(self, message: StepMessage) -> dict[str, int]:
         return {"epoch": message.epoch, "seq": message.seq, "rank": self.rank}
-
-
-def _cache_bytes(plan: KVCacheConfig) -> int:
-    return plan.size_bytes + plan.draft_bytes
-
-
-def _weights_report(weights: WeightState | None) -> WeightReport | None:
-    return weights.report if weights is not None else None
-
-
-def _waiting_share(waits: InputWaits | None) -> float:
-    return waits.bubbles.waiting_share if waits is not None else 0.0
