@@ -12,6 +12,7 @@ A rotation turns the first rotary_dim elements of a head. It pairs element i wit
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,11 +28,8 @@ class DefaultRope:
     rotary_dim: int
     theta: float
     interleaved: bool = False
-
-    @property
-    def attention_scaling(self) -> float:
-        """Factor on cos and sin."""
-        return 1.0
+    attention_scaling: ClassVar[float] = 1.0
+    """Factor on cos and sin."""
 
     def inv_freq(self) -> Tensor:
         """float32 [rotary_dim / 2] on the CPU."""
@@ -46,10 +44,7 @@ class LinearRope:
     theta: float
     factor: float
     interleaved: bool = False
-
-    @property
-    def attention_scaling(self) -> float:
-        return 1.0
+    attention_scaling: ClassVar[float] = 1.0
 
     def inv_freq(self) -> Tensor:
         return 1.0 / _wavelengths(self.theta, self.rotary_dim) / self.factor
@@ -68,10 +63,7 @@ class DynamicRope:
     theta: float
     factor: float
     interleaved: bool = False
-
-    @property
-    def attention_scaling(self) -> float:
-        return 1.0
+    attention_scaling: ClassVar[float] = 1.0
 
     def inv_freq(self) -> Tensor:
         return 1.0 / _wavelengths(self.theta, self.rotary_dim)
@@ -89,10 +81,7 @@ class Llama3Rope:
     high_freq_factor: float
     original_max_position_embeddings: int
     interleaved: bool = False
-
-    @property
-    def attention_scaling(self) -> float:
-        return 1.0
+    attention_scaling: ClassVar[float] = 1.0
 
     def inv_freq(self) -> Tensor:
         inv_freq = 1.0 / _wavelengths(self.theta, self.rotary_dim)

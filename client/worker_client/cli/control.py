@@ -11,43 +11,35 @@ import typer
 from rpc_schema.host_tier import HostTierStatus
 from rpc_schema.lease import LeaseStatus
 from rpc_schema.lifecycle import Drain, KVCacheAdvice, ReplyDelay, Status
-from worker_client.cli.daemons import connect
+from worker_client.cli.daemons import RunningDaemons
 from worker_client.cli.expert_loads import imbalance, loads_by_layer
-from worker_client.cli.options import KeyFile, KnownDaemons, Wait
+from worker_client.cli.options import takes_groups
 from worker_client.cli.output_file import print_text
 from worker_client.cli.probe import Probe, run_probe
 from worker_client.cli.top_frame import held_blocks, leased
 from worker_client.errors import config_error
-from worker_client.wire.endpoint import named_daemons
-from worker_client.wire.keys import read_keys
 from worker_host.plain_text import printable
 
-Endpoints = Annotated[
-    str, typer.Option(envvar="WORKER_CLIENT_ENDPOINTS", help="Running daemons: EP,EP,...")
-]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON array on standard output.")]
 MIB = 1 << 20
 DRAIN_WITHIN_S = 90.0
 """More than the default step deadline."""
 
 
+@takes_groups
 def status(
-    endpoints: Endpoints,
+    daemons: RunningDaemons,
     as_json: AsJson = False,
     probe: Annotated[
         Probe | None, typer.Option(help="Print nothing: exit with 1 if a daemon fails the probe.")
     ] = None,
-    key_file: KeyFile = None,
-    known_daemons: KnownDaemons = None,
-    wait: Wait = 0.0,
 ) -> None:
     """Show the state of each daemon."""
     if as_json and probe is not None:
         raise config_error("probe", probe.value, "a probe prints no status", "leave out --json")
-    keys = read_keys(key_file, known_daemons)
     if probe is not None:
-        raise typer.Exit(run_probe(named_daemons(endpoints), probe, keys, wait))
-    with connect(named_daemons(endpoints), keys, wait) as clients:
+        raise typer.Exit(run_probe(daemons.names, probe, daemons.keys(), daemons.wait))
+    with daemons.connect() as clients:
         for client in clients:
             client.hello()
         statuses = [client.get_status() for client in clients]
@@ -57,20 +49,17 @@ def status(
         print_text("\n".join(map(_block, statuses)))
 
 
+@takes_groups
 def drain(
-    endpoints: Endpoints,
+    daemons: RunningDaemons,
     undo: Annotated[bool, typer.Option("--undo", help="Take steps and drivers again.")] = False,
     within: Annotated[
         float, typer.Option(help="Seconds for the running steps to end.", min=0.0)
     ] = DRAIN_WITHIN_S,
-    key_file: KeyFile = None,
-    known_daemons: KnownDaemons = None,
-    wait: Wait = 0.0,
 ) -> None:
     """Make daemons refuse new steps and new drivers; they keep everything loaded. Waits for the
     running steps. Needs the role admin, if there are keys."""
-    keys = read_keys(key_file, known_daemons)
-    with connect(named_daemons(endpoints), keys, wait) as clients:
+    with daemons.connect() as clients:
         for client in clients:
             client.hello()
         for call in [client.begin(partial(Drain, undo=undo), within) for client in clients]:
@@ -79,15 +68,10 @@ def drain(
             print_text(f"{status.endpoint}: {status.serving}, {_holder(status.lease)}\n")
 
 
-def shutdown(
-    endpoints: Endpoints,
-    key_file: KeyFile = None,
-    known_daemons: KnownDaemons = None,
-    wait: Wait = 0.0,
-) -> None:
+@takes_groups
+def shutdown(daemons: RunningDaemons) -> None:
     """Stop daemons; a running step is finished first. Needs the role admin, if there are keys."""
-    keys = read_keys(key_file, known_daemons)
-    with connect(named_daemons(endpoints), keys, wait) as clients:
+    with daemons.connect() as clients:
         for client in clients:  # all of them, before one ends
             client.hello()
         for client in clients:

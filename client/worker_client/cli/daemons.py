@@ -3,11 +3,16 @@
 import contextlib
 import threading
 from collections.abc import Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+import typer
 
 from rpc_schema.errors import WorkerDaemonError
+from worker_client.cli.options import KeyFile, KnownDaemons, Wait
+from worker_client.wire.endpoint import named_daemons
 from worker_client.wire.health_client import connected
-from worker_client.wire.keys import NO_KEYS, Keys
+from worker_client.wire.keys import NO_KEYS, Keys, read_keys
 from worker_client.wire.worker_client import AskingClient
 
 SCRAPE_INTERVAL_S: Final = 0.1
@@ -19,6 +24,32 @@ def connect(
 ) -> contextlib.AbstractContextManager[list[AskingClient]]:
     """Open a client for each daemon, for control requests only: see connected()."""
     return connected(AskingClient, endpoints, keys, wait_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningDaemons:
+    """Options of commands that ask running daemons: which, and how to reach them."""
+
+    endpoints: Annotated[
+        str, typer.Option(envvar="WORKER_CLIENT_ENDPOINTS", help="Running daemons: EP,EP,...")
+    ]
+    key_file: KeyFile = None
+    known_daemons: KnownDaemons = None
+    wait: Wait = 0.0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Their endpoints, in rank order. Raises ClientConfigError: there are none."""
+        return named_daemons(self.endpoints)
+
+    def keys(self) -> Keys:
+        """Read the keys for them."""
+        return read_keys(self.key_file, self.known_daemons)
+
+    def connect(self) -> contextlib.AbstractContextManager[list[AskingClient]]:
+        """Open a client for each, for control requests only: see connected()."""
+        keys = self.keys()
+        return connect(self.names, keys, self.wait)
 
 
 class Scrape:

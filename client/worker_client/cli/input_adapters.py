@@ -1,24 +1,22 @@
 """Finds the LoRA adapters that an input names, and adds them to the group before its requests are
 served."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from rpc_schema.config import LoraConfig
-from rpc_schema.errors import (
-    WorkerError,
-)
+from rpc_schema.errors import WorkerError
 from worker_client.cli.downloads import shown_downloads
 from worker_client.cli.input_request import InputRequest
 from worker_client.cli.run_options import RunOptions
-from worker_client.errors import (
-    ClientConfigError,
-    ContentMismatchError,
-)
+from worker_client.errors import ClientConfigError, ContentMismatchError
 from worker_client.group.loras import GroupAdapter
 from worker_client.inputs.model_source import AdapterSource, find_adapter
-from worker_client.requests import with_adapter
+from worker_client.requests import GenerationRequest, with_adapter
 from worker_client.worker_group import WorkerGroup
+
+_Adapter = TypeVar("_Adapter")
 
 
 def with_hub_adapters(
@@ -29,11 +27,9 @@ def with_hub_adapters(
     whose adapter cannot be had becomes an error."""
     if not run.config.lora.max_loras:
         return run, list(inputs)  # with_adapters refuses them
-    wanted = (entry.request.lora for entry in inputs if entry.request is not None)
-    names = dict.fromkeys(name for name in wanted if name is not None)
     found: dict[str, AdapterSource | str] = {}
     with shown_downloads() as show:
-        for name in names:
+        for name in _named(inputs):
             try:
                 found[name] = find_adapter(
                     name, run.lora_root, are_local=not run.endpoints, show=show
@@ -42,17 +38,31 @@ def with_hub_adapters(
                 found[name] = f"adapter {name!r}: {error}"
     caches = [each.cache for each in found.values() if isinstance(each, AdapterSource)]
     cache = next((each for each in caches if each is not None), None)
-    return replace(run, adapter_cache=cache), [_renamed(entry, found) for entry in inputs]
+    return replace(run, adapter_cache=cache), [
+        _with_found(entry, found, lambda request, own: replace(request, lora=own.sent_as))
+        for entry in inputs
+    ]
 
 
-def _renamed(entry: InputRequest, found: Mapping[str, AdapterSource | str]) -> InputRequest:
+def _named(inputs: Sequence[InputRequest]) -> list[str]:
+    """Return the adapters that requests name, each once."""
+    wanted = (entry.request.lora for entry in inputs if entry.request is not None)
+    return list(dict.fromkeys(name for name in wanted if name is not None))
+
+
+def _with_found(
+    entry: InputRequest,
+    found: Mapping[str, _Adapter | str],
+    apply: Callable[[GenerationRequest, _Adapter], GenerationRequest],
+) -> InputRequest:
+    """Return a line whose request has its adapter applied, or the reason why there is none."""
     request = entry.request
     if request is None or request.lora is None:
         return entry
     adapter = found[request.lora]
     if isinstance(adapter, str):
         return replace(entry, request=None, error=adapter)
-    return replace(entry, request=replace(request, lora=adapter.sent_as))
+    return replace(entry, request=apply(request, adapter))
 
 
 def with_adapters(
@@ -60,10 +70,12 @@ def with_adapters(
 ) -> list[InputRequest]:
     """Add the adapters to the group; return the requests with them. A request whose adapter cannot
     be added becomes an error."""
-    wanted = (entry.request.lora for entry in inputs if entry.request is not None)
-    names = list(dict.fromkeys(name for name in wanted if name is not None))
+    names = _named(inputs)
     found = {name: _add(group, config, name, names) for name in names}
-    return [_resolved(entry, found) for entry in inputs]
+    return [
+        _with_found(entry, found, lambda request, own: with_adapter(request, own.extension))
+        for entry in inputs
+    ]
 
 
 def _add(
@@ -80,13 +92,3 @@ def _add(
         return group.loras.add(name)
     except (WorkerError, ContentMismatchError) as error:
         return f"adapter {name!r}: {error.message}"
-
-
-def _resolved(entry: InputRequest, found: Mapping[str, GroupAdapter | str]) -> InputRequest:
-    request = entry.request
-    if request is None or request.lora is None:
-        return entry
-    adapter = found[request.lora]
-    if isinstance(adapter, str):
-        return replace(entry, request=None, error=adapter)
-    return replace(entry, request=with_adapter(request, adapter.extension))

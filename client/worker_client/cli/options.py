@@ -2,8 +2,11 @@
 (WORKER_CLIENT_*), then from the TOML file of --config."""
 
 import copy
+import functools
 import inspect
 import tomllib
+from collections.abc import Callable, Iterable
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar, get_args
@@ -78,6 +81,45 @@ def take_group(group: type[_Group], values: dict[str, Any]) -> _Group:
     for have their defaults."""
     names = [entry.name for entry in parameters_of(group) if entry.name in values]
     return group(**{name: values.pop(name) for name in names})
+
+
+def expanded(
+    parameters: Iterable[inspect.Parameter],
+) -> tuple[list[inspect.Parameter], dict[str, type[Any]]]:
+    """Return a function's parameters for a command, with the options of a group in place of the
+    group; and the groups, by the names of their parameters."""
+    options: list[inspect.Parameter] = []
+    groups: dict[str, type[Any]] = {}
+    for entry in parameters:
+        kind = entry.annotation
+        if isinstance(kind, type) and is_dataclass(kind):
+            groups[entry.name] = kind
+            options += parameters_of(kind)
+        else:
+            options.append(entry.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    return options, groups
+
+
+def with_options(
+    command: Callable[..., None], options: list[inspect.Parameter]
+) -> Callable[..., None]:
+    """Let a command have these options, all of which it takes by name."""
+    vars(command)["__signature__"] = inspect.Signature(options)
+    command.__annotations__ = {entry.name: entry.annotation for entry in options}
+    return command
+
+
+def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that has the options of those parameters that are groups. The wrapped
+    function gets the groups, made of these options."""
+    options, groups = expanded(inspect.signature(command).parameters.values())
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        taken = {name: take_group(group, values) for name, group in groups.items()}
+        command(**taken, **values)
+
+    return with_options(run, options)
 
 
 def from_environment(parameter: inspect.Parameter) -> inspect.Parameter:

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,7 +12,14 @@ from msgspec import structs
 from rpc_schema.config import GraphConfig, WorkerConfig
 from worker_client.cli.devices import Device, default_device
 from worker_client.cli.downloads import shown_downloads
-from worker_client.cli.options import ConfigFile, from_environment, parameters_of, take_group
+from worker_client.cli.options import (
+    ConfigFile,
+    expanded,
+    from_environment,
+    parameters_of,
+    take_group,
+    with_options,
+)
 from worker_client.cli.run_option_groups import (
     DEFAULT_MAX_TOKENS,
     CacheOptions,
@@ -167,15 +174,7 @@ def takes_run_options(
         for entry in parameters_of(group)
         if entry.name not in without
     ]
-    own: list[inspect.Parameter] = []
-    groups: dict[str, type[Any]] = {}
-    for entry in list(inspect.signature(command).parameters.values())[1:]:
-        kind = entry.annotation
-        if isinstance(kind, type) and is_dataclass(kind):
-            groups[entry.name] = kind
-            own += parameters_of(kind)
-        else:
-            own.append(entry.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    own, groups = expanded(list(inspect.signature(command).parameters.values())[1:])
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
@@ -185,7 +184,4 @@ def takes_run_options(
         taken = {name: take_group(group, values) for name, group in groups.items()}
         command(options, **taken, **values)
 
-    parameters = [*shared, _CONFIG, *own]
-    vars(run)["__signature__"] = inspect.Signature(parameters)
-    run.__annotations__ = {entry.name: entry.annotation for entry in parameters}
-    return run
+    return with_options(run, [*shared, _CONFIG, *own])

@@ -20,15 +20,15 @@ from rich.live import Live
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import EventMessage
 from rpc_schema.errors import WorkerDaemonError
-from worker_client.cli.control import Endpoints
-from worker_client.cli.options import KeyFile, KnownDaemons, Wait
+from worker_client.cli.daemons import RunningDaemons
+from worker_client.cli.options import takes_groups
 from worker_client.cli.output_file import print_text
 from worker_client.cli.terminal import shown_on
 from worker_client.cli.top_frame import Sample, Seen, frame, title
 from worker_client.cli.top_history import History
 from worker_client.errors import AuthenticationError, DeadlineExceeded, NothingListens
-from worker_client.wire.endpoint import Endpoint, named_daemons, new_driver_id, parse_endpoint
-from worker_client.wire.keys import Keys, read_keys
+from worker_client.wire.endpoint import Endpoint, new_driver_id, parse_endpoint
+from worker_client.wire.keys import Keys
 from worker_client.wire.transport import EventsChannel
 from worker_client.wire.worker_client import AskingClient
 
@@ -113,19 +113,17 @@ def _event_text(event: EventMessage) -> str:
     return ""
 
 
+@takes_groups
 def top(
-    endpoints: Endpoints,
+    daemons: RunningDaemons,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
-    key_file: KeyFile = None,
-    known_daemons: KnownDaemons = None,
-    wait: Wait = 0.0,
 ) -> None:
     """Watch daemons: state, lease, requests, speed, memory, GPU. q or Ctrl-C ends it. With --once
     the exit code is 1 if a daemon does not answer."""
-    keys = read_keys(key_file, known_daemons)
-    with _feeds(named_daemons(endpoints), keys) as feeds, contextlib.suppress(KeyboardInterrupt):
+    keys = daemons.keys()
+    with _feeds(daemons.names, keys) as feeds, contextlib.suppress(KeyboardInterrupt):
         if once:
-            _wait_for_two_samples(feeds, time.monotonic() + wait)
+            _wait_for_two_samples(feeds, time.monotonic() + daemons.wait)
             _print(feeds)
             if any(feed.seen.error for feed in feeds):
                 raise typer.Exit(1)

@@ -5,32 +5,24 @@ from typing import Annotated
 
 import typer
 
-from worker_client.cli.control import Endpoints
-from worker_client.cli.daemons import connect
-from worker_client.cli.options import KeyFile, KnownDaemons, Wait
+from worker_client.cli.daemons import RunningDaemons
+from worker_client.cli.options import takes_groups
 from worker_client.cli.output_file import check_writable, print_text, replacement
 from worker_client.tracing.observer import Recorded, record
 from worker_client.tracing.trace_merge import Summary, merge_traces
-from worker_client.wire.endpoint import named_daemons
-from worker_client.wire.keys import read_keys
 
 Seconds = Annotated[float, typer.Option(help="Seconds to record.")]
 Out = Annotated[Path, typer.Option(help="File for the trace; replaced if it exists.")]
 
 
+@takes_groups
 def trace(
-    endpoints: Endpoints,
-    seconds: Seconds = 5.0,
-    out: Out = Path("trace.json.gz"),
-    key_file: KeyFile = None,
-    known_daemons: KnownDaemons = None,
-    wait: Wait = 0.0,
+    daemons: RunningDaemons, seconds: Seconds = 5.0, out: Out = Path("trace.json.gz")
 ) -> None:
     """Trace a running group with any driver, for Perfetto (ui.perfetto.dev). Needs the role admin,
     if there are keys."""
-    keys = read_keys(key_file, known_daemons)
     check_writable(out, "out")
-    with connect(named_daemons(endpoints), keys, wait) as clients:
+    with daemons.connect() as clients:
         recorded = record(clients, seconds)
     summary = _write(recorded, out)
     print_text("".join(f"{line}\n" for line in [*_lines(summary), f"wrote {out}"]))
