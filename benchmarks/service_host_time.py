@@ -31,11 +31,11 @@ from benchmarks.service import HttpClient, timed
 from benchmarks.vllm_front_end import free_port, write_word_tokenizer
 from benchmarks.workloads import TimedRequest
 from rpc_schema.config import ModelConfig, ParallelConfig, WorkerConfig
+from worker_client.driven_group import DrivenGroup
 from worker_client.inputs.model_source import ModelSource
 from worker_client.requests import GenerationRequest, RequestOutput
 from worker_client.service import server
 from worker_client.service.engine import ChoicePart, Engine
-from worker_client.service.launch import ServedGroup
 from worker_client.service.settings import ServiceSettings
 
 VOCAB_SIZE = 32_000
@@ -113,7 +113,7 @@ def _serve(model: Path, port: int, moments: Path) -> None:
     config = WorkerConfig(parallel=ParallelConfig(), model=ModelConfig(model=str(model)))
     with mock.patch.object(server, "Engine", Groupless):
         server.serve(
-            ServedGroup(ModelSource.of(model), config), ServiceSettings(port=port, names=("model",))
+            DrivenGroup(ModelSource.of(model), config), ServiceSettings(port=port, names=("model",))
         )
 
 

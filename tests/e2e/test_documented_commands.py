@@ -19,8 +19,8 @@ from rpc_schema.config import LoraConfig, ParallelConfig
 from tests.support.command_line import environment, short_directory
 from tests.support.documented import ROOT, blocks, commands, examples
 from tests.support.serving import LONG_LEASE, connect, worker_config
+from worker_client import driven_group
 from worker_client.__main__ import main as worker_client_main
-from worker_client.cli import session
 from worker_client.cli.demo_model import SENTENCES, make_demo_model
 from worker_client.driver import Driver
 from worker_client.launcher import LocalDaemons
@@ -96,7 +96,7 @@ def typed(place, daemon, monkeypatch, capsys):
 
     monkeypatch.chdir(place)
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr(session, "LocalDaemons", found)
+    monkeypatch.setattr(driven_group, "LocalDaemons", found)
     return call
 
 

@@ -15,6 +15,7 @@ from rpc_schema.config import SpeculativeConfig
 from tests.support.serving import worker_config
 from tests.support.waiting import PATIENCE_S
 from worker_client.cli.demo_model import make_demo_model
+from worker_client.driven_group import DrivenGroup
 from worker_client.inputs.model_source import ModelSource
 from worker_client.scheduler.drafting.payoffs import DraftingChange
 from worker_client.service.access import KeyCheck
@@ -22,7 +23,6 @@ from worker_client.service.admission import Admission
 from worker_client.service.app import make_app
 from worker_client.service.context import ServiceContext
 from worker_client.service.engine import Engine
-from worker_client.service.launch import ServedGroup
 from worker_client.service.metrics.table import SERVICE_METRICS, VLLM_METRICS
 from worker_client.service.settings import ServiceSettings
 from worker_host import exposition
@@ -45,7 +45,7 @@ def service(model, endpoints):
     settings = ServiceSettings(names=("demo",), api_keys=(KEY,))
     drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=2, prompt_lookup_min=1)
     config = worker_config(model, speculative=drafts)
-    plan = ServedGroup(ModelSource.of(model), config, endpoints=tuple(endpoints), reload=True)
+    plan = DrivenGroup(ModelSource.of(model), config, endpoints=tuple(endpoints), reload=True)
     engine = Engine(plan, settings)
     context = ServiceContext(settings, engine, KeyCheck((KEY,), ()), Admission())
     transport = httpx2.ASGITransport(make_app(context))

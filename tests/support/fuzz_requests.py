@@ -28,6 +28,7 @@ from rpc_schema.structured import StructuredOutput
 from tests.support.forked_daemons import ForkedDaemons
 from tests.support.serving import worker_config
 from worker_client.cli.demo_model import SENTENCES, VOCAB_SIZE, make_demo_model
+from worker_client.driven_group import DrivenGroup
 from worker_client.driver import Driver
 from worker_client.driver_parts.request_uploads import RequestUploads, UploadsPart
 from worker_client.errors import RequestError
@@ -39,7 +40,6 @@ from worker_client.service.admission import Admission
 from worker_client.service.app import make_app
 from worker_client.service.context import ServiceContext
 from worker_client.service.engine import Engine
-from worker_client.service.launch import ServedGroup
 from worker_client.service.settings import MAX_BODY_BYTES, ServiceSettings
 
 MAX_STALL_S = 1.0
@@ -448,7 +448,7 @@ def fuzz_count(is_enough: Callable[[int], bool], seed: int) -> dict[str, object]
         (model / "chat_template.jinja").write_text(TEMPLATE)
         with ForkedDaemons(["cpu"], directory) as daemons:
             config = worker_config(model, max_model_len=128)
-            plan = ServedGroup(ModelSource.of(model), config, tuple(daemons.endpoints))
+            plan = DrivenGroup(ModelSource.of(model), config, tuple(daemons.endpoints))
             with contextlib.closing(OpenedEngine(plan, ServiceSettings())) as engine:
                 fuzzer = asyncio.run(_fuzz(engine, daemons.pids, is_enough, seed))
     finally:

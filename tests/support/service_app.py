@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, TypeVar
 import httpx2
 
 from rpc_schema.config import WorkerConfig
+from worker_client.driven_group import DrivenGroup
 from worker_client.inputs.model_source import ModelSource
 from worker_client.service.access import KeyCheck
 from worker_client.service.admission import Admission
 from worker_client.service.app import make_app
 from worker_client.service.context import ServiceContext
 from worker_client.service.engine import Engine
-from worker_client.service.launch import ServedGroup
 from worker_client.service.settings import ServiceSettings
 
 MAX_SAMPLES = 64
@@ -77,7 +77,7 @@ def service_app(
 ) -> Iterator[ServiceApp]:
     """Yield a service that is ready. settings: of ServiceSettings."""
     own = ServiceSettings(**settings)
-    plan = ServedGroup(ModelSource.of(model), config, endpoints=tuple(endpoints), reload=True)
+    plan = DrivenGroup(ModelSource.of(model), config, endpoints=tuple(endpoints), reload=True)
     with asyncio.Runner() as runner:
         engine = Engine(plan, own)
         access = KeyCheck(own.api_keys, own.admin_keys)

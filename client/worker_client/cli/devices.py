@@ -46,6 +46,12 @@ def chosen_devices(device: Device, gpus: str | None) -> list[str]:
     return cuda_devices()
 
 
+def default_devices(device: Device, num_ranks: int) -> tuple[str, ...]:
+    """Return the device of each rank's daemon where none was chosen: GPUs in order, or the CPU."""
+    cuda = device is Device.CUDA
+    return tuple(f"cuda:{index}" if cuda else "cpu" for index in range(num_ranks))
+
+
 def placed_ranks(device: Device, gpus: str | None, num_ranks: int) -> tuple[str, ...]:
     """Return the device of each rank's daemon. Raises ClientConfigError: there are too few."""
     found = chosen_devices(device, gpus)

@@ -25,20 +25,20 @@ def with_hub_adapters(
     """Download the adapters that an input names by their repositories. Return the requests with
     those under the names that daemons know, and the options with the cache that has them. A request
     whose adapter cannot be had becomes an error."""
-    if not run.config.lora.max_loras:
+    if not run.plan.config.lora.max_loras:
         return run, list(inputs)  # with_adapters refuses them
     found: dict[str, AdapterSource | str] = {}
     with shown_downloads() as show:
         for name in _named(inputs):
             try:
                 found[name] = find_adapter(
-                    name, run.lora_root, are_local=not run.endpoints, show=show
+                    name, run.plan.lora_root, are_local=not run.plan.endpoints, show=show
                 )
             except ClientConfigError as error:
                 found[name] = f"adapter {name!r}: {error}"
     caches = [each.cache for each in found.values() if isinstance(each, AdapterSource)]
     cache = next((each for each in caches if each is not None), None)
-    return replace(run, adapter_cache=cache), [
+    return replace(run, plan=replace(run.plan, adapter_cache=cache)), [
         _with_found(entry, found, lambda request, own: replace(request, lora=own.sent_as))
         for entry in inputs
     ]

@@ -91,7 +91,7 @@ def bench(
     check_request_rate(request_rate)
     tokenizer, lines = read_requests(run)
     run, lines = with_hub_adapters(run, lines)
-    inputs = with_arrivals(lines, request_rate, run.seed or 0)
+    inputs = with_arrivals(lines, request_rate, run.plan.seed or 0)
     end_if_all_are_wrong(inputs, run.output)
     with open_session(run, print_progress(), tokenizer=tokenizer) as session:
         report_cuts(inputs, session.max_model_len)
@@ -115,7 +115,7 @@ def _measure(
     group = session.group
     daemons = [client.endpoint.control for own in group.replicas for client in own.clients]
     before = loads_by_layer(group.get_status())
-    with Scrape(daemons if scraped else (), session.options.keys) as scrape:
+    with Scrape(daemons if scraped else (), session.options.plan.keys) as scrape:
         if profile is not None:
             served, traces = session.serve_profiled(inputs, profile)
         else:
@@ -132,14 +132,15 @@ def read_requests(
 ) -> tuple[Tokenizer | None, list[InputRequest]]:
     """Check everything that can be checked before anything is loaded."""
     lines = _input_lines(run, may_be_none=may_be_none)
-    if run.endpoints:
-        parallel = run.config.parallel
-        parse_endpoints(run.endpoints, parallel, run.keys, parallel.data_parallel_size)
+    plan = run.plan
+    if plan.endpoints:
+        parallel = plan.config.parallel
+        parse_endpoints(plan.endpoints, parallel, plan.keys, parallel.data_parallel_size)
     if run.output is not None:
         check_output(run.output)
-    tokenizer = load_tokenizer(run.model.directory, TextBounds(run.max_text_bytes))
+    tokenizer = load_tokenizer(plan.model.directory, TextBounds(plan.max_text_bytes))
     directory = None if run.input is None else run.input.parent
-    inputs = read_inputs(lines, tokenizer, run.seed, directory)
+    inputs = read_inputs(lines, tokenizer, plan.seed, directory)
     if tokenizer is not None:
         tokenizer.close()  # from here on it only decodes
     return tokenizer, inputs
@@ -157,7 +158,7 @@ def end_if_all_are_wrong(inputs: Sequence[InputRequest], output: Path | None) ->
 
 
 def _check_adoption(run: RunOptions) -> None:
-    if not run.endpoints or run.reload:
+    if not run.plan.endpoints or run.plan.reload:
         problem = "only running daemons have requests to adopt, and loading again drops them"
         raise config_error("adopt", True, problem, "give --endpoints, and no --reload")
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 from msgspec import structs
 
 from rpc_schema.config import GraphConfig, WorkerConfig
-from worker_client.cli.devices import Device, default_device
+from worker_client.cli.devices import Device, default_device, default_devices
 from worker_client.cli.downloads import shown_downloads
 from worker_client.cli.options import (
     ConfigFile,
@@ -31,10 +31,8 @@ from worker_client.cli.run_option_groups import (
     RequestOptions,
     StepOptions,
 )
-from worker_client.group.replacement import REPLACE_WITHIN_S
+from worker_client.driven_group import DrivenGroup
 from worker_client.inputs.model_source import ModelSource, find_model
-from worker_client.inputs.tokenizer import MAX_TEXT_BYTES
-from worker_client.wire.keys import NO_KEYS, Keys
 
 GROUPS: Final = (
     ModelOptions,
@@ -59,35 +57,15 @@ _CONFIG: Final = inspect.Parameter(
 class RunOptions:
     """Checked options of generate and bench."""
 
-    model: ModelSource
-    endpoints: tuple[str, ...]
+    plan: DrivenGroup
     device: Device
-    config: WorkerConfig
-    num_gpu_blocks: int | None
-    fit_max_model_len: bool
-    seed: int | None
-    reload: bool
-    force: bool
-    keys: Keys = NO_KEYS
-    """Keys for the daemons of `endpoints`; local ones have none."""
-    replace_within_s: float = REPLACE_WITHIN_S
+    """Device of local daemons."""
     restart: bool = False
-    wait_s: float = 0.0
     prompts: tuple[str, ...] = ()
     input: Path | None = None
     output: Path | None = None
     max_tokens: int = DEFAULT_MAX_TOKENS
     """Applies to each prompt."""
-    lora_root: Path | None = None
-    """Directory of the LoRA adapters of local daemons."""
-    adapter_cache: Path | None = None
-    """Hub cache with adapters, for local daemons too."""
-    draft: ModelSource | None = None
-    """The draft model, if there is one."""
-    max_text_bytes: int = MAX_TEXT_BYTES
-    """Bound on the UTF-8 bytes of a prompt's text."""
-    max_itl_ms: float | None = None
-    """Target for the time between two tokens of a request, in milliseconds."""
 
 
 def build_run_options(**values: Any) -> RunOptions:
@@ -122,28 +100,33 @@ def build_run_options(**values: Any) -> RunOptions:
     if draft is not None:
         speculative = structs.replace(config.speculative, model=draft.sent_as)
         config = structs.replace(config, speculative=speculative)
-    return RunOptions(
+    device = daemons.device or default_device()
+    plan = DrivenGroup(
         model=found,
-        endpoints=endpoints,
-        device=daemons.device or default_device(),
         config=config,
+        endpoints=endpoints,
+        devices=() if endpoints else default_devices(device, config.parallel.world_size_across_dp),
+        keys=keys,
+        lora_root=loras.lora_root,
+        draft=draft,
         num_gpu_blocks=cache.num_gpu_blocks,
         fit_max_model_len=model.is_fitted,
-        seed=model.seed,
         reload=daemons.reload,
         force=daemons.force,
-        keys=keys,
-        replace_within_s=daemons.replace_within,
-        restart=daemons.restart,
         wait_s=daemons.wait,
+        replace_within_s=daemons.replace_within,
+        max_text_bytes=requests.max_text_bytes,
+        max_itl_ms=steps.max_itl_ms,
+        seed=model.seed,
+    )
+    return RunOptions(
+        plan=plan,
+        device=device,
+        restart=daemons.restart,
         prompts=tuple(requests.prompt or ()),
         input=requests.input_,
         output=requests.output,
         max_tokens=requests.max_tokens,
-        lora_root=loras.lora_root,
-        draft=draft,
-        max_text_bytes=requests.max_text_bytes,
-        max_itl_ms=steps.max_itl_ms,
     )
 
 

@@ -2,6 +2,7 @@
 own."""
 
 import functools
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Annotated, Any, Final
 
@@ -13,9 +14,8 @@ from worker_client.cli.run_options import RunOptions, takes_run_options
 from worker_client.cli.service_options import ServiceOptions
 from worker_client.cli.session import download_weights
 from worker_client.errors import config_error
-from worker_client.inputs.model_source import AdapterSource, find_adapter
+from worker_client.inputs.model_source import find_adapter
 from worker_client.service.generation_defaults import sampling_defaults
-from worker_client.service.launch import ServedGroup
 from worker_client.worker_group import parse_endpoints
 
 NOT_SERVED: Final = (
@@ -58,51 +58,29 @@ def serve(
         raise config_error("serve", missing[0], "a package is not installed", fix)
     from worker_client.service.server import serve as serve_group  # FastAPI
 
-    sampling_defaults(run.model.directory, service.generation_config)
+    sampling_defaults(run.plan.model.directory, service.generation_config)
     devices = _devices(run, gpus)
     with shown_downloads() as show:
         adapters = tuple(
-            find_adapter(name, run.lora_root, are_local=not run.endpoints, show=show)
+            find_adapter(name, run.plan.lora_root, are_local=not run.plan.endpoints, show=show)
             for name in lora or ()
         )
     settings = service.settings(adapters)
-    if not run.endpoints:
-        download_weights(run)
-    serve_group(_served(run, devices, adapters), settings)
+    caches = (each.cache for each in adapters if each.cache is not None)
+    plan = replace(run.plan, devices=devices, adapter_cache=next(caches, None))
+    if not plan.endpoints:
+        download_weights(plan)
+    serve_group(plan, settings)
 
 
 def _devices(run: RunOptions, gpus: str | None) -> tuple[str, ...]:
     """Return the device of each daemon to be started; none on running daemons. Raises
     ClientConfigError."""
-    if not run.endpoints:
-        return placed_ranks(run.device, gpus, run.config.parallel.world_size)
-    parse_endpoints(run.endpoints, run.config.parallel, run.keys, 1)
+    plan = run.plan
+    if not plan.endpoints:
+        return placed_ranks(run.device, gpus, plan.config.parallel.world_size)
+    parse_endpoints(plan.endpoints, plan.config.parallel, plan.keys, 1)
     if gpus is not None:
         fix = "leave out one of --gpus and --endpoints"
         raise config_error("gpus", gpus, "daemons that run have their devices", fix)
     return ()
-
-
-def _served(
-    run: RunOptions, devices: tuple[str, ...], adapters: tuple[AdapterSource, ...]
-) -> ServedGroup:
-    """Return the group that the options describe."""
-    return ServedGroup(
-        model=run.model,
-        config=run.config,
-        endpoints=run.endpoints,
-        devices=devices,
-        keys=run.keys,
-        lora_root=run.lora_root,
-        adapter_cache=next((each.cache for each in adapters if each.cache is not None), None),
-        draft=run.draft,
-        num_gpu_blocks=run.num_gpu_blocks,
-        fit_max_model_len=run.fit_max_model_len,
-        reload=run.reload,
-        force=run.force,
-        wait_s=run.wait_s,
-        replace_within_s=run.replace_within_s,
-        max_text_bytes=run.max_text_bytes,
-        max_itl_ms=run.max_itl_ms,
-        seed=run.seed,
-    )

@@ -22,11 +22,11 @@ from rpc_schema.extensions import extension_of
 from rpc_schema.structured import StructuredOutput
 from rpc_schema.version import PROTOCOL_VERSION, SOFTWARE_VERSION
 from worker_client.cli.arrivals import Arrivals
-from worker_client.cli.devices import Device
 from worker_client.cli.downloads import shown_downloads
 from worker_client.cli.input_adapters import with_adapters
 from worker_client.cli.input_request import InputRequest as InputRequest
 from worker_client.cli.run_options import RunOptions
+from worker_client.driven_group import DrivenGroup
 from worker_client.driver import Driver, Recover, give_up
 from worker_client.driver_parts.registry import DriverOptions
 from worker_client.errors import (
@@ -118,7 +118,7 @@ class Replica:
         is_stopped: Callable[[], bool],
     ) -> Served:
         limits = scheduler_limits(
-            self.model, self.options.config, max_itl_ms=self.options.max_itl_ms
+            self.model, self.options.plan.config, max_itl_ms=self.options.plan.max_itl_ms
         )
         scheduler = Scheduler(limits, self.tokenizer)
 
@@ -137,7 +137,7 @@ class Replica:
             recover=self.recover,
             options=DriverOptions(grammars, keeps_prefixes=not measured),
         )
-        inputs = with_adapters(self.group, self.options.config.lora, inputs)
+        inputs = with_adapters(self.group, self.options.plan.config.lora, inputs)
         start = time.monotonic()
         embeds = [entry.request.prompt_embeds for entry in inputs if entry.request is not None]
         kept, lost = driver.claim(
@@ -184,7 +184,7 @@ class Replica:
             return None
         metadata = self.model.metadata
         return open_grammars(
-            self.options.model.directory, metadata.vocab_size, metadata.eos_token_ids
+            self.options.plan.model.directory, metadata.vocab_size, metadata.eos_token_ids
         )
 
 
@@ -390,29 +390,29 @@ def open_session(
     On exit, given daemons stay running and loaded, and local ones are stopped. The WorkerDied of a
     local daemon includes the end of its log, which is deleted.
     """
+    plan = options.plan
     with contextlib.ExitStack() as stack:
         began = time.monotonic()
         process_started = began - _process_age_s()
         startup_s = {"client": began - process_started}
-        endpoints = options.endpoints
+        endpoints = plan.endpoints
         daemons: LocalDaemons | None = None
         if not endpoints:
-            daemons = stack.enter_context(_start_local(options))
+            download_weights(plan)
+            daemons = stack.enter_context(plan.start_daemons())
             stack.enter_context(daemons.naming_causes())
             endpoints = tuple(daemons.endpoints)
             startup_s |= daemons.seconds
         launched = time.monotonic()
-        group = stack.enter_context(
-            DataParallelGroup(endpoints, options.config.parallel, options.keys)
-        )
-        group.attach(force=options.force, keep_requests=keep_requests, wait_s=options.wait_s)
+        group = stack.enter_context(DataParallelGroup(endpoints, plan.config.parallel, plan.keys))
+        group.attach(force=plan.force, keep_requests=keep_requests, wait_s=plan.wait_s)
         startup_s["attach"] = time.monotonic() - launched
         models = group.prepare(
-            options.config,
-            num_gpu_blocks=options.num_gpu_blocks,
-            fit_max_model_len=options.fit_max_model_len,
-            reload=options.reload,
-            content=options.model.content,
+            plan.config,
+            num_gpu_blocks=plan.num_gpu_blocks,
+            fit_max_model_len=plan.fit_max_model_len,
+            reload=plan.reload,
+            content=plan.model.content,
             on_progress=on_progress,
         )
         for phase in {phase: None for model in models for phase in model.seconds}:
@@ -421,7 +421,7 @@ def open_session(
         restarting = threading.Lock()
         recover = [_recovery(options, own, daemons, restarting) for own in group.replicas]
         yield Session(group, models, options, startup_s, process_started, ready, recover, tokenizer)
-        if options.endpoints:
+        if plan.endpoints:
             # The run is complete. Where this fails, the lease ends by itself.
             with contextlib.suppress(WorkerDaemonError):
                 group.detach()
@@ -435,7 +435,7 @@ def _recovery(
 ) -> Recover:
     """Return a replica's reaction to a dead daemon: wait until it is restarted, or restart it.
     restarting: held while local daemons are restarted."""
-    within_s = options.replace_within_s
+    within_s = options.plan.replace_within_s
     if not (within_s if daemons is None else options.restart):
         return give_up
 
@@ -457,29 +457,10 @@ def _process_age_s() -> float:
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)
 
 
-def _start_local(options: RunOptions) -> LocalDaemons:
-    world_size = options.config.parallel.world_size_across_dp
-    cuda = options.device is Device.CUDA
-    devices = [f"cuda:{index}" if cuda else "cpu" for index in range(world_size)]
-    download_weights(options)
-    return LocalDaemons(
-        devices,
-        options.model.model_root,
-        lora_root=options.lora_root,
-        draft_root=None if options.draft is None else options.draft.model_root,
-        adapter_cache=options.adapter_cache,
-    )
-
-
-def download_weights(options: RunOptions) -> None:
-    """Download the weights that local daemons read and that the hub cache lacks. Raises
-    HubModelError."""
-    if options.config.model.load_format == "dummy":
-        return
+def download_weights(plan: DrivenGroup) -> None:
+    """Download the weights of local daemons, and show it: see DrivenGroup.download_weights."""
     with shown_downloads() as show:
-        options.model.download_weights(show)
-        if options.draft is not None:
-            options.draft.download_weights(show)
+        plan.download_weights(show)
 
 
 def read_inputs(

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
 from worker_client.async_driver import AsyncDriver, RequestProgress
+from worker_client.driven_group import DrivenGroup
 from worker_client.driver import Driver
 from worker_client.driver_parts.registry import DriverOptions
 from worker_client.errors import ClientConfigError, RequestError, WorkerDied, config_error
@@ -30,7 +31,7 @@ from worker_client.scheduler_output import Experts, FullLogprob, Logprobs
 from worker_client.service.errors import HttpError, unknown_model
 from worker_client.service.fields import BodyFields
 from worker_client.service.generation_defaults import sampling_defaults
-from worker_client.service.launch import OpenedGroup, ServedGroup, open_group
+from worker_client.service.launch import OpenedGroup, open_group
 from worker_client.service.metrics.counts import ServiceCounts
 from worker_client.service.settings import ServiceSettings
 from worker_client.structured.opening import open_grammars
@@ -75,7 +76,7 @@ class Engine:
     """Owns the driver, and the processes of tokenizer and template. Everything but `make`, which
     runs on threads of its own, belongs to the event loop."""
 
-    def __init__(self, plan: ServedGroup, settings: ServiceSettings) -> None:
+    def __init__(self, plan: DrivenGroup, settings: ServiceSettings) -> None:
         """Read what can be read before anything is loaded.
 
         Raises:

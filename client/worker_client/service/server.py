@@ -16,13 +16,13 @@ from typing import Any, Final, cast
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from worker_client.driven_group import DrivenGroup
 from worker_client.errors import config_error
 from worker_client.service.access import KeyCheck
 from worker_client.service.admission import Admission
 from worker_client.service.app import make_app
 from worker_client.service.context import ServiceContext
 from worker_client.service.engine import Engine
-from worker_client.service.launch import ServedGroup
 from worker_client.service.logs import configure_logs
 from worker_client.service.settings import ServiceSettings
 
@@ -42,7 +42,7 @@ SEND_BUFFER_BYTES: Final = 128 << 10
 """Bound on what the kernel keeps for a connection: without it, megabytes for a slow reader."""
 
 
-def serve(plan: ServedGroup, settings: ServiceSettings) -> None:
+def serve(plan: DrivenGroup, settings: ServiceSettings) -> None:
     """Serve until a signal comes, or the driver ends. Exits at once, by the signal's number, when
     it comes before the model is loaded, or a second time.
 

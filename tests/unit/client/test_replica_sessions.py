@@ -149,11 +149,11 @@ def test_local_daemons_are_started_for_all_replicas(tmp_path, monkeypatch):
         asked.append(devices)
         raise ClientConfigError("enough", field="a", value=1, fix="b")
 
-    monkeypatch.setattr("worker_client.cli.session.LocalDaemons", start)
+    monkeypatch.setattr("worker_client.driven_group.LocalDaemons", start)
     sizes = {"data_parallel_size": 2, "pipeline_parallel_size": 3}
     for device, names in (
-        (Device.CPU, ["cpu"] * 6),
-        (Device.CUDA, [f"cuda:{i}" for i in range(6)]),
+        (Device.CPU, ("cpu",) * 6),
+        (Device.CUDA, tuple(f"cuda:{i}" for i in range(6))),
     ):
         options = build_run_options(model=tmp_path, device=device, **sizes)
         with pytest.raises(ClientConfigError, match="enough"), open_session(options):

@@ -269,7 +269,7 @@ def test_a_local_daemon_that_dies_leaves_its_last_words(directory, run, monkeypa
 
     command = (sys.executable, "-c", DYING)
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("worker_client.cli.session.LocalDaemons", start)
+    monkeypatch.setattr("worker_client.driven_group.LocalDaemons", start)
     source = directory / "in.jsonl"
     source.write_text('{"prompt_token_ids": [1, 2, 3]}\n')
     code, _, errors = run("generate", "--model", directory, "--input", source)
@@ -281,7 +281,7 @@ def test_a_layer_partition_is_a_list_of_counts(tmp_path):
     options = build_run_options(
         model=tmp_path, pipeline_parallel_size=2, layer_partition="17,15", device=None
     )
-    assert options.config.parallel.layer_partition == (17, 15)
+    assert options.plan.config.parallel.layer_partition == (17, 15)
     for text in ("17,", "17,x", "0,32", "-1,33", "16;16"):
         with pytest.raises(ClientConfigError) as caught:
             build_run_options(model=tmp_path, layer_partition=text)
@@ -290,7 +290,7 @@ def test_a_layer_partition_is_a_list_of_counts(tmp_path):
 
 def test_sleep_mode_is_asked_for_by_name(directory):
     asleep, awake = (
-        build_run_options(model=directory, enable_sleep_mode=wanted).config.model
+        build_run_options(model=directory, enable_sleep_mode=wanted).plan.config.model
         for wanted in (True, False)
     )
     assert (asleep.enable_sleep_mode, awake.enable_sleep_mode) == (True, False)
@@ -298,13 +298,15 @@ def test_sleep_mode_is_asked_for_by_name(directory):
 
 def test_overrides_reach_the_configuration(directory):
     text = '{"max_position_embeddings": 64}'
-    assert build_run_options(model=directory, hf_overrides=text).config.model.hf_overrides == text
+    assert (
+        build_run_options(model=directory, hf_overrides=text).plan.config.model.hf_overrides == text
+    )
 
 
 def test_quantization_while_loading_is_asked_for_by_name(directory):
-    assert build_run_options(model=directory).config.model.quantization == "auto"
+    assert build_run_options(model=directory).plan.config.model.quantization == "auto"
     options = build_run_options(model=directory, quantization="fp8")
-    assert options.config.model.quantization == "fp8"
+    assert options.plan.config.model.quantization == "fp8"
 
 
 def test_advised_size_of_the_kv_cache_is_an_option(fakes, directory, run):
@@ -314,7 +316,7 @@ def test_advised_size_of_the_kv_cache_is_an_option(fakes, directory, run):
     code, _, errors = run("generate", *words, "--kv-cache-memory-bytes", 1 << 33)
     assert code == 0, errors
     assert daemons.daemons[0].config.cache.kv_cache_memory_bytes == 1 << 33
-    assert build_run_options(model=directory).config.cache.kv_cache_memory_bytes is None
+    assert build_run_options(model=directory).plan.config.cache.kv_cache_memory_bytes is None
 
 
 def test_options_of_drafts_are_those_of_the_configuration(tmp_path):
@@ -325,10 +327,10 @@ def test_options_of_drafts_are_those_of_the_configuration(tmp_path):
         prompt_lookup_max=6,
         prompt_lookup_min=1,
     )
-    assert options.config.speculative == SpeculativeConfig(
+    assert options.plan.config.speculative == SpeculativeConfig(
         method="suffix", num_speculative_tokens=3, prompt_lookup_max=6, prompt_lookup_min=1
     )
-    assert build_run_options(model=tmp_path).config.speculative == SpeculativeConfig()
+    assert build_run_options(model=tmp_path).plan.config.speculative == SpeculativeConfig()
     (tmp_path / "small").mkdir()
     (tmp_path / "draft").mkdir()
     options = build_run_options(
@@ -337,7 +339,7 @@ def test_options_of_drafts_are_those_of_the_configuration(tmp_path):
         num_speculative_tokens=2,
         speculative_model=f"{tmp_path}/small/../draft",
     )
-    assert options.config.speculative.model == str(tmp_path / "draft")
+    assert options.plan.config.speculative.model == str(tmp_path / "draft")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from rpc_schema.config import ModelConfig, ParallelConfig, WorkerConfig
 from worker_client.async_driver import RequestProgress
 from worker_client.cli.demo_model import make_demo_model
+from worker_client.driven_group import DrivenGroup
 from worker_client.errors import ClientConfigError, RequestError, request_error
 from worker_client.inputs.model_source import ModelSource
 from worker_client.requests import (
@@ -26,7 +27,6 @@ from worker_client.service.engine import Engine, Model
 from worker_client.service.errors import HttpError
 from worker_client.service.fields import BodyFields
 from worker_client.service.generation_defaults import NAMES, sampling_defaults
-from worker_client.service.launch import ServedGroup
 from worker_client.service.options import take_options
 from worker_client.service.settings import ServiceSettings
 from worker_client.service.streaming import Usage
@@ -60,7 +60,7 @@ def engine(tmp_path_factory):
     make_demo_model(path)
     config = WorkerConfig(parallel=ParallelConfig(), model=ModelConfig(model=str(path)))
     settings = ServiceSettings(request_s=60.0)
-    with contextlib.closing(Engine(ServedGroup(ModelSource.of(path), config), settings)) as made:
+    with contextlib.closing(Engine(DrivenGroup(ModelSource.of(path), config), settings)) as made:
         yield made
 
 
@@ -205,7 +205,7 @@ def test_a_servers_seed_gives_each_request_one(engine):
     options = {"temperature": 1.0}
 
     def seeds(seed):
-        plan = ServedGroup(engine.plan.model, config, seed=seed)
+        plan = DrivenGroup(engine.plan.model, config, seed=seed)
         with contextlib.closing(Engine(plan, settings)) as made:
             model = Model("named", None)
             found = [made.make(options, [1], model).sampling.seed for _ in range(3)]

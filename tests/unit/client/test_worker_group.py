@@ -134,10 +134,10 @@ def test_a_context_length_of_minus_one_is_fitted(fakes, connect, tmp_path):
             block_size=4,
             device=None,
         )
-        assert options.config.model.max_model_len is None
+        assert options.plan.config.model.max_model_len is None
         group = connect(daemons)
         group.attach()
-        model = group.prepare(options.config, fit_max_model_len=options.fit_max_model_len)
+        model = group.prepare(options.plan.config, fit_max_model_len=options.plan.fit_max_model_len)
         fake = daemons.daemons[0]
         assert model.max_model_len == fake.max_len == (expected or fake.model_max_len)
         assert ("UpdateMaxModelLen" in fake.operations) == (expected is not None)
