@@ -25,6 +25,7 @@ from rpc_schema.structured import StructuredOutput
 from worker_client.errors import ClientConfigError, RequestError
 from worker_client.inputs.child_process import ChildEnded, wait_readable
 from worker_client.inputs.grammar_options import FIELD
+from worker_client.structured.attended_clock import AttendedClock
 from worker_client.structured.mask_messages import NO_TEXT, Setup
 from worker_client.structured.masked_steps import TOO_LONG
 from worker_client.structured.matchers import Grammar, GrammarMatcher, MaskProcess
@@ -64,7 +65,8 @@ class GrammarLimits:
     """Processes that compute masks, one for each 16 requests. By default 3/4 of the processors, 8
     at most. Slow grammars have up to 4 more."""
     compile_s: float = 10.0
-    """Seconds in which a grammar must be compiled, including the wait for a process."""
+    """Seconds in which a grammar must be compiled, including the wait for a process, but not the
+    time in which the driver attends to no grammar (attended_clock.py)."""
     mask_s: float = 1.0
     """CPU seconds in which a mask must be computed."""
     memory_bytes: int = 2 << 30
@@ -115,8 +117,9 @@ class Grammars:
         self._keys = itertools.count(1)
         self._grammars: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
         """The least recently used first."""
+        self._clock = AttendedClock()
         self._unplaced: deque[tuple[float, GrammarMatcher]] = deque()
-        """Matchers of grammars that were not compiled, and when they give up."""
+        """Matchers of grammars that were not compiled, and when they give up, by this clock."""
         self._num_failed_starts = 0
         self._is_closed = False
         self._failure, self._failed_until = "", 0.0
@@ -198,7 +201,7 @@ class Grammars:
             matcher.error = grammar.error.reason
         elif not grammar.is_done:
             grammar.unplaced.append(matcher)
-            self._unplaced.append((time.monotonic() + self.compile_s, matcher))
+            self._unplaced.append((self._clock.read() + self.compile_s, matcher))
         else:
             self._place(matcher)
         return matcher
@@ -256,7 +259,8 @@ class Grammars:
 
     def _proceed(self, timeout_s: float) -> None:
         self._trials.proceed()
-        while self._unplaced and time.monotonic() > self._unplaced[0][0]:
+        now = self._clock.read()
+        while self._unplaced and now > self._unplaced[0][0]:
             _, matcher = self._unplaced.popleft()
             if matcher in matcher.grammar.unplaced:
                 matcher.error = TOO_LONG

@@ -1,6 +1,5 @@
 """Requests whose grammars are being compiled. The scheduler does not have them yet."""
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple
@@ -9,6 +8,7 @@ from rpc_schema.structured import StructuredOutput
 from worker_client.errors import RequestError, request_error
 from worker_client.inputs.grammar_options import FIELD
 from worker_client.requests import GenerationRequest
+from worker_client.structured.attended_clock import AttendedClock
 from worker_client.structured.masked_steps import CompiledGrammars, is_ready
 
 POLL_S = 0.05
@@ -18,6 +18,7 @@ class _Pending(NamedTuple):
     request: GenerationRequest
     compiled: "Future[Any]"
     until: float
+    """By the clock of the pending requests."""
 
 
 class PendingRequests:
@@ -25,6 +26,7 @@ class PendingRequests:
 
     def __init__(self, grammars: CompiledGrammars) -> None:
         self._grammars = grammars
+        self._clock = AttendedClock()
         self._pending: dict[str, _Pending] = {}
 
     def __len__(self) -> int:
@@ -37,7 +39,7 @@ class PendingRequests:
         compiled = self._grammars.compile(grammar)
         if is_ready(compiled):
             return True
-        until = time.monotonic() + self._grammars.compile_s
+        until = self._clock.read() + self._grammars.compile_s
         self._pending[request.id] = _Pending(request, compiled, until)
         return False
 
@@ -49,7 +51,7 @@ class PendingRequests:
 
     def take_done(self) -> Iterator[tuple[GenerationRequest, RequestError | None]]:
         """Yield the requests that need not wait any longer, each with its error if it failed."""
-        now = time.monotonic()
+        now = self._clock.read()
         for req_id, pending in list(self._pending.items()):
             is_overdue = now > pending.until
             if not pending.compiled.done() and not is_overdue:

@@ -8,6 +8,7 @@ from concurrent.futures import CancelledError
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -342,6 +343,28 @@ def test_a_grammar_that_waits_too_long_is_the_error_of_its_request(directory):
         ((_, refusal),) = ended
         assert refusal.field.startswith("structured_outputs")
         assert "not compiled in time" in refusal.reason or "to compile" in refusal.reason
+
+
+def test_a_grammar_is_not_late_because_its_driver_was_busy(directory, monkeypatch):
+    """As with the replacement of a daemon: it gave the processes no work, and took no answer."""
+    away, clock = [0.0], "worker_client.structured.attended_clock.time"
+    moved = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(away))
+    monkeypatch.setattr(clock, moved)
+    sources = [read_structured_output({"regex": f"a{{{count}}}b*"}) for count in range(2, 8)]
+    with closing(Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], ONE)) as grammars:
+        pending, ended = PendingRequests(grammars), []
+        for index, source in enumerate(sources[1:]):
+            request = GenerationRequest(str(index), np.array([1], np.int32))
+            assert not pending.add(request, source)
+        matcher = grammars.begin(sources[0])
+        for _ in range(3):
+            away.append(3600.0)
+            grammars.proceed()
+            ended.extend(pending.take_done())
+        settle(grammars, lambda: ended.extend(pending.take_done()) or not pending)
+        settle(grammars, lambda: matcher.is_ready)
+        assert [refusal for _, refusal in ended] == [None] * (len(sources) - 1)
+        assert not matcher.error
 
 
 def follow(grammars, options, choose, most=60):

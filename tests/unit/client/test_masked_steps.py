@@ -591,9 +591,9 @@ def test_requests_wait_for_their_grammars_and_the_others_do_not(
     assert [output.req_id for output in first] == ["r0"]
     grammars.may_go = in_time
     if not in_time:
-        grammars.compile_s = 0.1
+        monkeypatch.setattr("worker_client.structured.attended_clock.MOST_UNATTENDED_S", math.inf)
         late = SimpleNamespace(monotonic=lambda: math.inf)
-        monkeypatch.setattr("worker_client.structured.pending.time", late)
+        monkeypatch.setattr("worker_client.structured.attended_clock.time", late)
     outputs = run_on(driver)
     assert "made up" in outputs["r1"].error if in_time else "in time" in outputs["r1"].error
     if in_time:
