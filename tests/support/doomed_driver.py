@@ -17,7 +17,7 @@ import numpy as np
 
 from rpc_schema.codec import decode_step
 from rpc_schema.config import WorkerConfig
-from rpc_schema.step import ExecuteModel
+from rpc_schema.step import ExecuteModel, SampleTokens
 from tests.support.forked_processes import ForkedPopen
 from tests.support.waiting import PATIENCE_S
 from worker_client.driver import Driver
@@ -29,6 +29,7 @@ from worker_client.wire.worker_client import WorkerClient
 from worker_client.worker_group import WorkerGroup
 
 NUM_GPU_BLOCKS = 256
+_STEPS = (ExecuteModel.__name__, SampleTokens.__name__)
 
 
 class Death(msgspec.Struct, frozen=True):
@@ -119,7 +120,8 @@ def fork_drivers() -> None:
 
 @dataclass
 class Executioner:
-    """Counts the steps sent to the daemons, and ends the process at the last one."""
+    """Counts the steps sent to the daemons, and ends the process at the last one. A step is known
+    by its seq: of replicas in lockstep, one may get the step and another a later sampling."""
 
     clients: Sequence[WorkerClient]
     death: Death
@@ -133,10 +135,8 @@ class Executioner:
 
         def send_and_count(frames: Sequence[bytes]) -> None:
             message = decode_step(frames)
-            if not isinstance(message, ExecuteModel):
-                send(frames)
-                return
-            self.step += client is self.clients[0]
+            if client is self.clients[0]:
+                self.step += isinstance(message, ExecuteModel)
             if self.step < self.death.step or client.rank in self.death.ranks:
                 send(frames)
                 self.last_seq = message.seq
@@ -155,7 +155,7 @@ class Executioner:
         status = self.clients[rank].get_status()
         if status.last_seq >= self.last_seq:
             return True
-        stuck = status.phase == ExecuteModel.__name__ and status.phase_ms > 20
+        stuck = status.phase in _STEPS and status.phase_ms > 20
         return stuck and status.last_seq == self.last_seq - 1
 
 
