@@ -139,10 +139,12 @@ class MasksPart(DriverPart):
 
     def settle(self, flight: StepInFlight, result: StepResult) -> StepResult:
         repeated = self.masks.take(self.masked(flight), result)
+        self._end_failed()  # before the scheduler can end them too
         return result.without(repeated) if repeated else result
 
     def settled(self, flight: StepInFlight) -> None:
         if self.masked(flight).sampled:
+            self._begin_stray_again()
             self._send_or_pause()
 
     def steps_failed(self) -> None:
@@ -178,9 +180,24 @@ class MasksPart(DriverPart):
             except WorkerDied as died:
                 self._context.replace(died)
                 return False  # taking the steps in flight reports the losses
+        self._end_failed()
+        return True
+
+    def _end_failed(self) -> None:
+        """End the requests that their grammars have ended."""
         for output in self.masks.take_faults().values():
             self._context.requests.stop(output)
-        return True
+
+    def _begin_stray_again(self) -> None:
+        """Let requests begin again from their known tokens if steps in flight sample behind others;
+        end them if the scheduler cannot pause them."""
+        scheduler = self._context.scheduler
+        for req_id in self.masks.take_stray():
+            if isinstance(scheduler, PausingScheduler):
+                scheduler.pause_request(req_id)
+                self.masks.pause(req_id)
+            else:
+                self.masks.fail_stray(req_id)
 
     def _sample(self, flight: StepInFlight, masks: Masks, req_ids: Sequence[str] | None) -> None:
         group = self._context.group

@@ -116,6 +116,12 @@ class MaskedRow:
         return any(each.drafts for each in self.in_flight)
 
     @property
+    def has_placed(self) -> bool:
+        """True if the masks of a step in flight follow from tokens that earlier ones were to
+        gain."""
+        return any(each.guesses is not None for each in self.in_flight)
+
+    @property
     def is_known(self) -> bool:
         """True if its next mask is known, or its matcher has failed."""
         return bool(self.jumped) or self.matcher.is_ready

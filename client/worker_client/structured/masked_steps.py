@@ -120,6 +120,8 @@ class MaskedSteps:
         self._faults: dict[str, RequestOutput] = {}
         self._advanced: list[MaskedRow] = []
         """Rows whose matchers have taken a token of the newest result."""
+        self._stray: list[str] = []
+        """Requests of which steps in flight sample behind tokens that they have not gained."""
         self._paused: dict[str, MaskedRow] = {}
         """Requests that wait for a mask without a row."""
         self._resumed: dict[str, MaskedRow] = {}
@@ -260,7 +262,9 @@ class MaskedSteps:
                 return
             self.grammars.take(row.matcher, [token])
             row.note([token])
-        if tokens:
+        if 0 < len(tokens) < sampling.num_tokens and row.has_placed:
+            self._stray.append(row.req_id)
+        elif tokens:
             self._advanced.append(row)
 
     def await_masks(self) -> None:
@@ -279,6 +283,17 @@ class MaskedSteps:
     def _late_rows(self) -> list[MaskedRow]:
         rows = (self._rows.get(req_id) for req_id in self._waiting)
         return [row for row in rows if row and row.is_placed and not row.prepare(self.grammars)]
+
+    def take_stray(self) -> list[str]:
+        """Return the requests that steps in flight continue from tokens which they have not gained:
+        a token that their grammar forces could not be sampled. Another option forbids it, or the
+        logits are not finite."""
+        stray, self._stray = self._stray, []
+        return [req_id for req_id in stray if req_id in self._rows]
+
+    def fail_stray(self, req_id: str) -> None:
+        """End a request of take_stray (`take_faults`)."""
+        self._fail(self._rows[req_id], "no token that its grammar forces can be sampled")
 
     def pause(self, req_id: str) -> None:
         """Let a request wait for its mask without holding up the steps that name it."""

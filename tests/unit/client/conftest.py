@@ -22,7 +22,12 @@ from worker_client.worker_group import WorkerGroup
 
 def worker_config(pp: int = 1, tp: int = 1, **fields) -> WorkerConfig:
     return WorkerConfig(
-        parallel=ParallelConfig(pipeline_parallel_size=pp, tensor_parallel_size=tp),
+        parallel=ParallelConfig(
+            pipeline_parallel_size=pp,
+            tensor_parallel_size=tp,
+            data_parallel_size=fields.get("dp", 1),
+            data_parallel_lockstep=fields.get("dp", 1) > 1,
+        ),
         model=ModelConfig(model="/models/fake", max_model_len=fields.get("max_model_len")),
         scheduler=SchedulerConfig(
             max_num_seqs=fields.get("max_num_seqs", 8),
@@ -57,16 +62,12 @@ def fakes(directory):
 
 @pytest.fixture
 def connect():
-    """Make a WorkerGroup on fake daemons: connect(fakes, pp, tp)."""
+    """Make a WorkerGroup on fake daemons: connect(fakes, pp, tp, dp), with dp replicas in
+    lockstep."""
     groups = []
 
-    def make(daemons: FakeGroup, pp: int = 1, tp: int = 1) -> WorkerGroup:
-        groups.append(
-            WorkerGroup(
-                daemons.endpoints,
-                ParallelConfig(pipeline_parallel_size=pp, tensor_parallel_size=tp),
-            )
-        )
+    def make(daemons: FakeGroup, pp: int = 1, tp: int = 1, dp: int = 1) -> WorkerGroup:
+        groups.append(WorkerGroup(daemons.endpoints, worker_config(pp, tp, dp=dp).parallel))
         return groups[-1]
 
     yield make

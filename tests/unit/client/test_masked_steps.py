@@ -28,6 +28,7 @@ from tests.unit.client.test_scheduler import expected, make_limits, random_reque
 from worker_client.driver import MAX_CONSECUTIVE_FAILURES, Driver
 from worker_client.driver_parts.registry import DriverOptions
 from worker_client.errors import InvalidSchedulerOutput, RequestError, StepFailed
+from worker_client.replicas.lockstep import LockstepScheduler
 from worker_client.requests import sample_id
 from worker_client.scheduler import Scheduler, failed_request
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
@@ -158,38 +159,49 @@ def with_grammars(requests, rng, share=0.5):
     ]
 
 
-def driver_of(fakes, connect, grammars, kind=Scheduler, pp=1, num_blocks=None, on_result=None):
-    daemons = fakes(pp)
-    group = connect(daemons, pp)
+def driver_of(
+    fakes, connect, grammars, kind=Scheduler, pp=1, num_blocks=None, on_result=None, dp=1
+):
+    daemons = fakes(dp * pp)
+    group = connect(daemons, pp, dp=dp)
     group.attach()
-    model = group.prepare(worker_config(pp, max_model_len=128), num_gpu_blocks=num_blocks)
+    model = group.prepare(worker_config(pp, max_model_len=128, dp=dp), num_gpu_blocks=num_blocks)
     limits = make_limits(num_blocks=model.num_blocks, pipeline_parallel_size=pp)
     options = DriverOptions(grammars=grammars)
-    return daemons, Driver(group, kind(limits), on_result, options=options)
+    schedulers = [kind(limits) for _ in range(dp)]
+    scheduler = schedulers[0] if dp == 1 else LockstepScheduler(schedulers)
+    return daemons, Driver(group, scheduler, on_result, options=options)
 
 
 def run_on(driver):
-    """Outputs by id, over refused steps."""
-    outputs = {}
+    """Outputs by id, over refused steps. Each request ends once."""
+    outputs = []
     while driver.busy:
         with contextlib.suppress(InvalidSchedulerOutput):
-            outputs.update((output.req_id, output) for output in driver.step())
-    outputs.update((output.req_id, output) for output in driver.run())
-    return outputs
+            outputs += driver.step()
+    outputs += driver.run()
+    by_id = {output.req_id: output for output in outputs}
+    assert len(by_id) == len(outputs)
+    return by_id
 
 
+TROUBLES = ("none", "few blocks", "failures", "refusals", "both")
 LATENESS = {
     "in time": lambda rng: lambda: 0,
     "late": lambda rng: lambda: rng.choice([0, 0, 0, 1, 2, 3, 8, 9]),
 }
 
 
-@pytest.mark.parametrize("kind", [Scheduler, StaticBatches])
+@pytest.mark.parametrize(
+    ("kind", "dp", "trouble"),
+    [(kind, 1, trouble) for kind in (Scheduler, StaticBatches) for trouble in TROUBLES]
+    + [(Scheduler, 2, trouble) for trouble in TROUBLES[:3]],
+)
 @pytest.mark.parametrize("pp", [1, 2])
-@pytest.mark.parametrize("trouble", ["none", "few blocks", "failures", "refusals", "both"])
 @pytest.mark.parametrize("lateness", LATENESS)
-def test_every_token_of_a_request_has_its_mask(fakes, connect, kind, pp, trouble, lateness):
-    """Also if masks are late: then its requests are paused, or hold up their steps."""
+def test_every_token_of_a_request_has_its_mask(fakes, connect, kind, dp, pp, trouble, lateness):
+    """Also if masks are late: then its requests are paused, or hold up their steps. Of replicas in
+    lockstep, one samples what it has deferred in a step that is empty for the others."""
     seed = random.randrange(1 << 30)
     rng = random.Random(seed)
     requests = with_grammars(random_requests(rng, 12), rng)
@@ -197,7 +209,7 @@ def test_every_token_of_a_request_has_its_mask(fakes, connect, kind, pp, trouble
     grammars = HandGrammars(wanted, lateness=LATENESS[lateness](rng))
     made = spoiling(kind) if trouble in ("refusals", "both") else kind
     num_blocks = 34 if trouble == "few blocks" else None
-    daemons, driver = driver_of(fakes, connect, grammars, made, pp, num_blocks)
+    daemons, driver = driver_of(fakes, connect, grammars, made, pp, num_blocks, dp=dp)
     if trouble in ("failures", "both"):
         first = rng.randint(2, 8)
         at = [first, first + 9, first + 18]  # three failures in a row would be given up
@@ -215,8 +227,8 @@ def test_every_token_of_a_request_has_its_mask(fakes, connect, kind, pp, trouble
     }
     assert needed <= grammars.masks, seed
     assert not grammars.begun, "all matchers were given up"
-    assert not daemons.daemons[-1].rows, seed
-    assert not daemons.daemons[-1].deferred, seed
+    assert not any(daemon.rows for daemon in daemons.daemons), seed
+    assert not any(daemon.deferred for daemon in daemons.daemons), seed
 
 
 def test_requests_in_one_state_share_a_mask(fakes, connect, monkeypatch):
@@ -250,12 +262,14 @@ def test_requests_in_one_state_share_a_mask(fakes, connect, monkeypatch):
 
 
 def test_requests_are_ended_by_their_grammars_alone(fakes, connect):
+    """Also by a token that would be the last one."""
     rng = random.Random(4)
     requests = [
         changed(r, max_tokens=20, ignore_eos=True, stop_token_ids=())
         for r in with_grammars(random_requests(rng, 6), rng, share=1)
     ]
     grammars = HandGrammars(
+        r0=HandMatcher("r0", rejects_at=19),
         r1=HandMatcher("r1", rejects_at=5),
         r2=HandMatcher("r2", fails_at=0),
         r3=HandMatcher("r3", fails_at=7),
@@ -267,11 +281,11 @@ def test_requests_are_ended_by_their_grammars_alone(fakes, connect):
     assert set(outputs) == {request.id for request in requests}
     for request in requests:
         output, whole = outputs[request.id], expected(request)
-        if request.id not in ("r1", "r2", "r3"):
+        if request.id not in ("r0", "r1", "r2", "r3"):
             assert (output.token_ids, output.finish_reason) == (whole, "length")
             continue
         assert output.finish_reason == "error" and output.error
-        assert output.token_ids == whole[: {"r1": 5, "r2": 0, "r3": 7}[request.id]]
+        assert output.token_ids == whole[: {"r0": 19, "r1": 5, "r2": 0, "r3": 7}[request.id]]
     assert "does not allow the sampled token" in outputs["r1"].error
     assert "too complex: made up" in outputs["r3"].error
 
@@ -420,6 +434,48 @@ def test_a_row_with_drafts_has_a_mask_behind_each(monkeypatch, lateness):
     for req_id in "ab":
         steps.forget(req_id)
     assert not grammars.begun
+
+
+@pytest.mark.parametrize("num_gained", [1, 2, 3, 4])
+def test_steps_behind_a_forced_token_that_could_not_be_sampled_are_void(num_gained):
+    """Another rule of its request forbids it: a row gains no draft that a NO_TOKEN follows. The
+    masks of the step in flight were those behind it."""
+    grammars = HandGrammars()
+    steps = masked_steps.MaskedSteps(grammars)
+    admitted(steps, ("a", "b"))
+    for matcher in grammars.begun:
+        matcher.forced = [*range(11, 19)]
+    planned = []
+    for drafts in ([11, 12], [14, 15]):
+        given = {"num_drafts": {"a": 2}, "draft_token_ids": {"a": drafts}}
+        first = {"a": 3, "b": 1}
+        planned.append(steps.plan(SchedulerOutput(first, **given)))
+        steps.sent(planned[-1])
+        assert not planned[-1].deferred
+    gained = [11, 12, 13][:num_gained] if num_gained < 4 else [NO_TOKEN]
+    steps.take(planned[0], StepResult(["a"] * len(gained) + ["b"], [*gained, 11]))
+    is_short = num_gained < 3
+    assert steps.take_stray() == (["a"] if is_short else [])
+    assert not steps.take_stray()
+    if not is_short:
+        return
+    leaves = steps.fail_stray if num_gained == 1 else steps.pause
+    leaves("a")
+    assert [*steps.take(planned[1], StepResult(["a", "a", "b"], [14, 15, 12]))] == ["a"]
+    if num_gained == 1:
+        ended = steps.take_faults()["a"]
+        assert (ended.token_ids, ended.finish_reason) == ([5, 11], "error")
+        return
+    assert steps.take_resumed() == ["a"]
+    known = [0, 1, 2, 5, *gained]
+    again = NewRequest("a", np.array(known), 3, 0, [1], (StructuredOutput(kind="regex", text="a"),))
+    (values,) = steps.plan(
+        SchedulerOutput({"a": len(known)}, scheduled_new_reqs=[again])
+    ).output.extensions
+    (mask,) = values.masks["a"]
+    assert np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist() == [
+        11 + num_gained
+    ]
 
 
 def test_guesses_follow_what_steps_in_flight_are_expected_to_gain():
