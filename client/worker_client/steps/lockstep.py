@@ -32,6 +32,7 @@ class LockstepStep:
     ) -> None:
         """parts: of each replica. by_replica: the frames that are sent to each."""
         self.seq = seq
+        """Number of the step; also that of its later sampling."""
         self.output = output
         self.parts = parts
         self.by_replica = by_replica
@@ -121,7 +122,7 @@ class LockstepSlots:
         ]
         encoded, counts = _all_or_none(encode), _counts([_NOTHING] * len(self._tables))
         sent = [each.frames if each.is_later else [*each.frames, counts] for each in encoded]
-        return LockstepStep(seq, step.output, encoded, sent)
+        return LockstepStep(step.seq, step.output, encoded, sent)
 
     def fail(self, outputs: Iterable[SchedulerOutput]) -> frozenset[str]:
         """See SlotTable.fail. One without a part for each replica was never sent."""

@@ -23,6 +23,7 @@ from worker_client.scheduler_output import (
     LockstepOutput,
     NewRequest,
     SchedulerOutput,
+    StepResult,
 )
 from worker_client.steps.encoded_step import decode_reply
 from worker_client.steps.lockstep import LockstepSlots
@@ -524,3 +525,23 @@ def test_replicas_in_lockstep_have_drafts_beside_masks():
     assert pairs(message.num_drafts) == [[0, 2]]
     assert np.frombuffer(message.draft_token_ids, "<i4").tolist() == [8, 9]
     assert np.frombuffer(message.extensions[0].slots, "<u2").tolist() == [0, 0, 0]
+
+
+def test_replicas_in_lockstep_settle_drafts_that_are_sampled_later():
+    """Their outcome is that of the step which had them, not of the message that samples them."""
+    slots = LockstepSlots(6, LIMITS, 2)
+    first = SchedulerOutput({"a": 5}, scheduled_new_reqs=[new_request("a", 5, [1, 2, 3])])
+    slots.encode(LockstepOutput.of([SchedulerOutput(), first]), **IDS, seq=1)
+    drafted = SchedulerOutput({"a": 3}, num_drafts={"a": 2}, draft_token_ids={"a": [8, 9]})
+    output = LockstepOutput.of([SchedulerOutput(), drafted])
+    output.extensions = (StepMasks(deferred=("a",)),)
+    step = slots.encode(output, **IDS, seq=2)
+    masks = StepMasks({"a": np.full((3, 32), -1, np.int32)})
+    later = slots.encode_sampling(step, (masks,), None, **IDS, seq=3)
+    outcome = {"a": DraftOutcome(2, 1)}
+    result = StepResult(["a", "a"], [8, 5], refused={"a": 1}, drafts=outcome)
+    slots.take_outcome(later.seq, result)
+    decode = LockstepOutput.of([SchedulerOutput(), SchedulerOutput(decode_req_ids=("a",))])
+    message = message_of(slots.encode(decode, **IDS, seq=4).parts[1])
+    assert pairs(message.corrections) == [[0, 1]]
+    assert message.settled == b"\1"
