@@ -15,6 +15,7 @@ WorkerDaemonError
      |   +- LeaseHeldError       LEASE_HELD: another driver holds this daemon's lease
      |   +- LeaseExpiredError    LEASE_EXPIRED: the driver did not renew its lease in time
      |   +- DrainingError        DRAINING: an operator drains the daemon: it takes no steps
+     |   +- ShuttingDownError    SHUTTING_DOWN: the daemon ends: a successor may take its place
      |   +- ForbiddenError       FORBIDDEN: the peer lacks the role that the request needs
      |   +- StaleError           STALE: a step older than the replies still kept
      |   `- GapError             GAP: a step before this one is missing
@@ -54,6 +55,7 @@ class ErrorCode(enum.StrEnum):
     LEASE_HELD = "LEASE_HELD"
     LEASE_EXPIRED = "LEASE_EXPIRED"
     DRAINING = "DRAINING"
+    SHUTTING_DOWN = "SHUTTING_DOWN"
     ILLEGAL_STATE = "ILLEGAL_STATE"
     CONFIG = "CONFIG"
     CHECKPOINT = "CHECKPOINT"
@@ -219,6 +221,14 @@ class DrainingError(ProtocolError):
 
     code = ErrorCode.DRAINING
     scope = ErrorScope.GROUP
+
+
+class ShuttingDownError(ProtocolError):
+    """The daemon has begun to end, after SIGTERM, a Shutdown request or the loss of its device: it
+    takes no more requests and drivers, and its process exits soon. A driver counts it as dead."""
+
+    code = ErrorCode.SHUTTING_DOWN
+    scope = ErrorScope.WORKER
 
 
 class ForbiddenError(ProtocolError):

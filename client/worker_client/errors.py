@@ -20,6 +20,7 @@ ClientError
  +- LeaseNotRenewed           the thread that renews the lease has failed
  +- WorkerDied                a daemon is dead, or has been given up
  |   +- NothingListens            no daemon is at an endpoint: it was not started, or has ended
+ |   +- WorkerShutsDown           a daemon ends in order, and refuses everything until then
  |   `- ReplicasMissing           replicas lack daemons: names each replica
  +- ReplacementFailed         no daemon took a lost rank's place
  +- LinkGivenUp               links between the ranks failed too often in a row
@@ -260,6 +261,20 @@ class NothingListens(WorkerDied):
             "(--wait SECONDS, attach(wait_s=SECONDS))",
         )
         self.why = why
+
+
+class WorkerShutsDown(WorkerDied):
+    """A daemon has refused a request because it is shutting down (SIGTERM, `Shutdown`, the loss of
+    its device): it counts as dead from then on, though its process may run for a while yet."""
+
+    def __init__(self, rank: int, endpoint: str) -> None:
+        super().__init__(
+            rank,
+            endpoint,
+            "it is shutting down, and takes no more requests (signal: announced); fix: start its "
+            "successor there, and have it take the rank's place (WorkerGroup.replace, which a "
+            "Driver's `recover` may call)",
+        )
 
 
 class ReplicasMissing(WorkerDied):

@@ -3,6 +3,7 @@ driver serves, each daemon is stopped and another release takes its place, and r
 same tokens as in transformers."""
 
 import os
+import random
 import signal
 import sys
 
@@ -25,6 +26,7 @@ from worker_client.worker_group import WorkerGroup
 NEXT = "0.2.0"
 NOW = f"worker-daemon {SOFTWARE_VERSION}"
 THEN = f"worker-daemon {NEXT}"
+LINGER_S = 1.0
 
 
 class Releases:
@@ -33,6 +35,10 @@ class Releases:
     def __init__(self, model_root):
         self._root = model_root
         self.installed = ()
+
+    def linger(self, seconds):
+        """Have them end so late after SIGTERM: the next step reaches a daemon that shuts down."""
+        self.installed = (f"linger={seconds}",)
 
     def __call__(self, endpoint, device, pipe):
         module = ("tests.support.versioned_serve", *self.installed)
@@ -52,28 +58,35 @@ def pair(model_root, releases):
         yield daemons
 
 
+@pytest.fixture
+def lingering_pair(model_root, releases):
+    releases.linger(LINGER_S)
+    with ForkedDaemons(["cpu", "cpu"], model_root, command=releases) as daemons:
+        yield daemons
+
+
 def software(group):
     return [client.hello().software for client in group.clients]
 
 
-@pytest.mark.exhaustive  # now and then a step reaches a daemon that drains, and run() ends
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
-def test_daemons_are_replaced_one_by_one_under_load(shape, pair, releases, checkpoint, seed):
+def upgrade_under_load(shape, daemons, releases, checkpoint, seed):
+    """Stop each daemon while a driver serves; return the liveness events of the ranks."""
     cases = random_cases(checkpoint(), seed=seed, count=4, max_tokens=40)
     config = worker_config(checkpoint().path, *shape)
-    with connect(pair.endpoints, config) as (group, loaded):
+    stops = sorted(random.Random(seed).sample(range(3, 30), 2))
+    with connect(daemons.endpoints, config) as (group, loaded):
         assert software(group) == [NOW, NOW]
         results, uids = [], [client.get_status().worker_uid for client in group.clients]
 
         def replace(died):
-            with pair.kept_alive():  # by a supervisor: a daemon ends in order after its sockets
+            with daemons.kept_alive():  # by a supervisor: a daemon ends in order after its sockets
                 group.replace(died.rank)
 
         def upgrade(result):
             results.append(result)
-            if len(results) in (10, 30):
+            if len(results) in stops:
                 releases.installed = (f"release={NEXT}",)
-                os.kill(pair.pids[len(results) == 30], signal.SIGTERM)
+                os.kill(daemons.pids[stops.index(len(results))], signal.SIGTERM)
 
         driver = Driver(
             group, Scheduler(scheduler_limits(loaded, config)), upgrade, recover=replace
@@ -85,6 +98,20 @@ def test_daemons_are_replaced_one_by_one_under_load(shape, pair, releases, check
         assert software(group) == [THEN, THEN]
         after = [client.get_status().worker_uid for client in group.clients]
         assert not set(after) & set(uids)
+        return [event for event in group.watch.events if event.kind == "dead"]
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+def test_daemons_are_replaced_one_by_one_under_load(shape, pair, releases, checkpoint, seed):
+    upgrade_under_load(shape, pair, releases, checkpoint, seed)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+def test_steps_that_reach_daemons_that_shut_down_run_on_their_successors(
+    shape, lingering_pair, releases, checkpoint, seed
+):
+    deaths = upgrade_under_load(shape, lingering_pair, releases, checkpoint, seed)
+    assert {(each.rank, each.signal) for each in deaths} == {(0, "announced"), (1, "announced")}
 
 
 def test_successor_of_another_protocol_is_refused_until_the_right_one_is_started(

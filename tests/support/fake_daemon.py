@@ -25,10 +25,12 @@ from rpc_schema.errors import ErrorCode, ErrorScope, WorkerError
 from rpc_schema.health import CheckHealth, Hello
 from rpc_schema.kv_cache import KVCacheConfig, KVPages
 from rpc_schema.sampling import TokenLogprobs
+from rpc_schema.uploads import FindUploads, UploadChunk
 from rpc_schema.version import PROTOCOL_VERSION
 from tests.support.default_replies import control_reply, step_reply
 from tests.support.waiting import PATIENCE_S
 from worker_client.requests import SamplingParams
+from worker_daemon.server.lifecycle import shutting_down
 from worker_daemon.server.sequence import GateResult, StepGate
 from worker_daemon.server.session.lease import DriverIdentity, Lease, lease_terms
 from worker_daemon.server.wire.replies import control_error_reply, error_reply
@@ -126,6 +128,7 @@ class FakeDaemon:
         self.replica_counts: list[list[list[int]]] = []
         """The counts in steps of replicas in lockstep."""
         self.mute = False
+        self.shuts_down = False
         self.load = "CREATED"
         self.rank = 0
         self.link_state = "none"
@@ -167,6 +170,10 @@ class FakeDaemon:
         assert not self._thread.is_alive()
 
     kill = stop
+
+    def shut_down(self) -> None:
+        """Refuse steps, operations, uploads and drivers from now on, as after SIGTERM."""
+        self.shuts_down = True
 
     @property
     def is_running(self) -> bool:
@@ -270,12 +277,14 @@ class FakeDaemon:
             reply = control_error_reply(error, call=request.call)
         self._control.send_multipart([frames[0], codec.encode_control(reply)])
 
-    def _control_reply(self, request):  # noqa: PLR0911
+    def _control_reply(self, request):  # noqa: PLR0911, PLR0912
         match request:
             case Hello():
                 return control_reply(
                     request, protocol_version=self.version, worker_uid=self.uid, software="fake"
                 )
+            case lc.PrepareAttach() | UploadChunk() if self.shuts_down:
+                raise shutting_down()
             case lc.PrepareAttach(epoch=epoch):
                 self.lease.check_free_for(_driver(request), force=request.force)
                 granted = epoch > max(self.epoch, self.granted)
@@ -320,9 +329,15 @@ class FakeDaemon:
                 return control_reply(request, place=place)
             case CheckHealth():
                 return control_reply(request, healthy=True, phase="IDLE")
+            case FindUploads(content_hashes=names):
+                return control_reply(request, are_complete=(False,) * len(names))
             case lc.GetStatus():
                 return control_reply(request, status=self.status())
         return control_reply(request)
+
+    @property
+    def serving(self):
+        return "DRAINING" if self.shuts_down else "SERVING"
 
     def status(self) -> lc.Status:
         return lc.Status(
@@ -330,7 +345,7 @@ class FakeDaemon:
             pid=1,
             endpoint=self.endpoint,
             device="cpu",
-            serving="SERVING",
+            serving=self.serving,
             load=self.load,
             link_state=self.link_state,
             link=self.link,
@@ -354,7 +369,7 @@ class FakeDaemon:
         return lc.Heartbeat(
             worker_uid=self.uid,
             rank=self.rank,
-            serving="SERVING",
+            serving=self.serving,
             load=self.load,
             link_state=self.link_state,
             epoch=self.epoch,
@@ -408,6 +423,9 @@ class FakeDaemon:
 
     def _handle(self, request, arrays, fault) -> None:
         ids = {"epoch": request.epoch, "seq": request.seq, "rank": self.rank}
+        if self.shuts_down:
+            self._reply(error_reply(shutting_down(), **ids))
+            return
         match request:
             case step.ExecuteModel():
                 self.executes.append(request)

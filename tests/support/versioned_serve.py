@@ -1,7 +1,9 @@
 """`python -m tests.support.versioned_serve NAME=VALUE ARGS`: the daemon's real command line as
-another release has it (release=VERSION); or, around the fake worker, with another protocol version
+another release has it (release=VERSION), or one that ends late (linger=SECONDS: how long it refuses
+everything before it ends); or, around the fake worker, with another protocol version
 (protocol=VERSION) or another torch (link=TEXT)."""
 
+import asyncio
 import sys
 
 import pytest
@@ -10,6 +12,7 @@ from tests.unit.server.fake_serve import FakeRendezvous
 from tests.unit.server.fake_worker import make_fake_worker
 from worker_daemon.cli import app
 from worker_daemon.server import assembly
+from worker_daemon.server.process_exit import ProcessExit
 from worker_daemon.server.session import attach
 
 
@@ -19,6 +22,14 @@ def main() -> None:
     with pytest.MonkeyPatch.context() as patch:
         if name == "release":
             patch.setattr(attach, "SOFTWARE_VERSION", value)
+        elif name == "linger":
+            finish = ProcessExit.finish
+
+            def finish_late(process: ProcessExit, exit_code: int) -> None:
+                loop = asyncio.get_running_loop()
+                loop.call_later(float(value), finish, process, exit_code)
+
+            patch.setattr(ProcessExit, "finish", finish_late)
         else:
             if name == "protocol":
                 patch.setattr(attach, "PROTOCOL_VERSION", int(value))

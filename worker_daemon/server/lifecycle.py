@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Final
 
 from rpc_schema import lifecycle as lc
-from rpc_schema.errors import StateError
+from rpc_schema.errors import ShuttingDownError, StateError
 from rpc_schema.health import LoadState, ServingState
 from rpc_schema.lease import LeaseState
 from rpc_schema.lifecycle import LinkState
@@ -131,7 +131,8 @@ class Lifecycle:
         return tuple(self._history)
 
     def check(self, message: StepMessage) -> None:
-        """Raise StateError unless `message` is legal now."""
+        """Raise StateError unless `message` is legal now, ShuttingDownError if nothing is any more:
+        what an operator's drain refuses does not come here."""
         if type(message) not in self.legal:
             self._refuse(message)
         if type(message) is lc.Reset and message.to not in reset_targets(self.state):
@@ -169,6 +170,9 @@ class Lifecycle:
         return True
 
     def _refuse(self, message: StepMessage) -> None:
+        if self.state.serving != "SERVING":
+            last = self._history[-1] if self._history else "started"
+            raise shutting_down(f"{type(message).__name__} is refused; last transition: {last}")
         names = ", ".join(sorted(kind.__name__ for kind in self.legal)) or "none"
         recent = list(self._history)[-NUM_RECENT:]  # the status has all of them
         wanted = type(message).__name__
@@ -180,6 +184,12 @@ class Lifecycle:
             f"last transitions: {' | '.join(recent) or 'none'}",
             fix=_way_to_wake(self.state, message),
         )
+
+
+def shutting_down(detail: str = "") -> ShuttingDownError:
+    """Return the error for whoever asks a daemon that ends for something."""
+    problem = "the daemon is shutting down" + (f": {detail}" if detail else "")
+    return ShuttingDownError(problem, fix="use its successor, or another daemon")
 
 
 def _way_to_wake(state: DaemonState, message: StepMessage) -> str | None:

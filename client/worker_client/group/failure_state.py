@@ -361,7 +361,7 @@ def loss_of(error: WorkerDaemonError) -> RankLost | LinkGaveUp | OwnershipLost:
 def announces_end(reply: ErrorReply) -> bool:
     """Return True for a failure after which the daemon exits. The same codes with a narrower scope
     are a step's alone."""
-    fatal = (ErrorCode.DEVICE, ErrorCode.INTERNAL)
+    fatal = (ErrorCode.DEVICE, ErrorCode.INTERNAL, ErrorCode.SHUTTING_DOWN)
     return reply.code in fatal and reply.scope is ErrorScope.WORKER
 
 

@@ -24,7 +24,14 @@ from rpc_schema.codec import (
 )
 from rpc_schema.config import Rendezvous
 from rpc_schema.error_replies import ErrorReply
-from rpc_schema.errors import BadFrameError, ErrorCode, WireError, WorkerDaemonError, WorkerError
+from rpc_schema.errors import (
+    BadFrameError,
+    ErrorCode,
+    NotAttachedError,
+    WireError,
+    WorkerDaemonError,
+    WorkerError,
+)
 from rpc_schema.operations import STEP_OPERATIONS, StepMessage, operation_name
 from rpc_schema.trace import DriverStepsWanted, PutDriverSteps
 from worker_client.errors import DeadlineExceeded, LeaseNotRenewed, WorkerDied, remote_error
@@ -209,8 +216,10 @@ class GroupChannel:
 
     def check_serving(self) -> None:
         """Raise DrainingError if an operator drains this group, and WeightsNotWhole if its weights
-        are incomplete."""
+        are incomplete; WorkerDied if a drained daemon has ended."""
         self._read_events_now_and_then()
+        if self._state.answer(GroupRequest.STEP) is Answer.DRAINING:
+            self.check_deaths(0.0)
         endpoints = {client.rank: client.endpoint.control for client in self.daemons.clients}
         self._state.check(GroupRequest.STEP, endpoints)
 
@@ -257,7 +266,7 @@ class GroupChannel:
         self.daemons.results.read_connection_events()
         self._read_events_now_and_then()
         self.daemons.check_lives()
-        self.lease.check()
+        self._check_lease()
         while self.daemons.watch.returned:
             self._send_lost(self.daemons.watch.returned.pop())
 
@@ -511,6 +520,9 @@ class GroupChannel:
     def _dispatch(self, reply: StepReplyMessage, frames: Sequence[bytes], replayed: bool) -> None:
         gather = self._gather
         if isinstance(reply, ErrorReply):
+            if reply.code is ErrorCode.SHUTTING_DOWN and self._resending.knows_ranks:
+                self.daemons.watch.shuts_down(self._rank_of(reply))
+                self.check_deaths(0.0)
             if announces_end(reply):
                 self._state.apply(Change.END_ANNOUNCED)
             if self._mends_gap(reply):
@@ -533,6 +545,14 @@ class GroupChannel:
             if time.monotonic() >= self._lease_checked + LEASE_CHECK_S:
                 self._await_lease()
             self._steps.take_outcome(reply, frames[1:], replayed=replayed)
+
+    def _check_lease(self) -> None:
+        """Raise the error that ended the lease, or WorkerDied if the daemon that refuses it is the
+        successor of one that had granted it."""
+        if isinstance(self.lease.lost, NotAttachedError):
+            self.daemons.find_successors()
+            self.daemons.check_lives()
+        self.lease.check()
 
     def _await_lease(self) -> None:
         """Wait until no other driver can have the daemons: it would deliver this result too.
@@ -557,7 +577,7 @@ class GroupChannel:
                 self._lease_checked = time.monotonic()
                 return
             self._listen()
-            self.lease.check()
+            self._check_lease()
             self.lease.renew_now()
             time.sleep(LEASE_POLL_S)
 
@@ -598,10 +618,13 @@ class GroupChannel:
         return error
 
     def _to_error(self, reply: ErrorReply) -> WorkerError:
-        ranks = self.daemons.ranks
-        rank = reply.rank if reply.rank in ranks else ranks[-1]
+        rank = self._rank_of(reply)
         endpoint = self.daemons.client(rank).endpoint.control
         return remote_error(reply, rank=rank, endpoint=endpoint)
+
+    def _rank_of(self, reply: ErrorReply) -> int:
+        ranks = self.daemons.ranks
+        return reply.rank if reply.rank in ranks else ranks[-1]
 
     def _read_events_now_and_then(self) -> None:
         """Process the daemons' events at the rate at which they come: their queue must not fill

@@ -6,14 +6,18 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+from rpc_schema.errors import IncompatibleError
 from rpc_schema.lifecycle import Status
-from worker_client.errors import WorkerDied
+from worker_client.errors import DeadlineExceeded, WorkerDied
 from worker_client.wire.control_channel import CheckDeaths
 from worker_client.wire.endpoint import Endpoint, new_driver_id
 from worker_client.wire.liveness import Watch
 from worker_client.wire.processes import Process, find_process
 from worker_client.wire.transport import EventsChannel, ResultsChannel
 from worker_client.wire.worker_client import OnSent, WorkerClient
+
+SUCCESSOR_ASK_S = 1.0
+"""Limit on asking one daemon who it is."""
 
 
 class GroupDaemons:
@@ -112,6 +116,18 @@ class GroupDaemons:
         except WorkerDied as error:
             if error.rank not in self.absent:
                 raise
+
+    def find_successors(self) -> None:
+        """Have the watch count ranks as dead in whose places other daemons answer. They were
+        restarted while nobody looked, and know nothing of this driver."""
+        for client in self.present:
+            try:
+                uid = client.hello(SUCCESSOR_ASK_S).worker_uid
+            except (DeadlineExceeded, WorkerDied):
+                continue
+            except IncompatibleError:
+                uid = None
+            self.watch.answers_as(client.rank, uid)
 
     def _check_alive(self, rank: int) -> None:
         """Raise WorkerDied if this rank is dead: the others may be asked even then."""

@@ -18,6 +18,7 @@ from rpc_schema.errors import (
     InternalError,
     LeaseExpiredError,
     NotAttachedError,
+    ShuttingDownError,
     WorkerDaemonError,
     WorkerError,
 )
@@ -28,6 +29,7 @@ from worker_client.errors import (
     LeaseNotRenewed,
     ReplacementFailed,
     WorkerDied,
+    WorkerShutsDown,
 )
 from worker_client.group.attaching import Attachment
 from worker_client.group.failure_state import Change, FailureState, RankLost
@@ -49,6 +51,7 @@ MEMORY_PAUSE_S = 1.0
 """A killed process's device memory may become free only some time after its end."""
 
 _ASK_S = 0.25
+_STATUS_S = 1.0
 _PAUSE_S = 0.02
 _AWAY = ("asleep", "discarded")
 
@@ -84,6 +87,7 @@ _PASSING = (
     CapacityError,
     DeviceError,
     InternalError,
+    ShuttingDownError,
 )
 """Errors after which another attempt may succeed."""
 
@@ -139,6 +143,8 @@ class Replacement:
 
     def _refresh_statuses(self, error: WorkerDaemonError) -> WorkerDaemonError:
         """Find further losses after a failed attempt; return the reason for the failure."""
+        if isinstance(error, WorkerShutsDown):
+            self.channel.daemons.watch.shuts_down(error.rank)
         try:
             if self.state.is_end_announced:
                 self.channel.await_announced_end()
@@ -192,15 +198,17 @@ class Replacement:
         return ReplacementReport(tuple(self.vacant), newcomers, self.clock.seconds, statuses)
 
     def _wait_for(self, rank: int, endpoint: Endpoint, deadline: float, within_s: float) -> None:
-        """Wait until a daemon answers there; watch the others meanwhile."""
+        """Wait until a daemon answers there that takes drivers: the lost one may do neither, or be
+        about to end. Watch the others meanwhile."""
         with closing(self.channel.daemons.new_client(rank, endpoint)) as client:
-            while not _answers(client):
+            while (obstacle := _obstacle(client)) is not None:
                 self.channel.look()
                 if time.monotonic() >= deadline:
                     raise ReplacementFailed(
                         rank,
-                        f"no daemon has answered at {endpoint.control} within {within_s:g} s: "
-                        f"rank {rank} is not replaced",
+                        f"{obstacle} at {endpoint.control} within {within_s:g} s: rank {rank} is "
+                        "not replaced; fix: start its successor there, or undo an operator's "
+                        "drain (worker-client drain --undo), then try again",
                     )
                 time.sleep(_PAUSE_S)
 
@@ -292,12 +300,19 @@ class Replacement:
             everyone.compile_or_warm_up_model()
 
 
-def _answers(client: WorkerClient) -> bool:
+def _obstacle(client: WorkerClient) -> str | None:
+    """Return why the daemon of a client cannot take a rank's place yet; None if nothing shows."""
     try:
         client.hello(_ASK_S)
     except (DeadlineExceeded, WorkerDied):
-        return False
-    return True
+        return "no daemon has answered"
+    try:
+        serving = client.get_status(_STATUS_S).serving
+    except DeadlineExceeded:
+        return None  # it is busy
+    except WorkerDied:
+        return "no daemon has answered"
+    return None if serving == "SERVING" else f"no daemon but one that is {serving} has answered"
 
 
 def _is_away(tags: _Tags) -> bool:

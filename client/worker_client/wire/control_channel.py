@@ -11,9 +11,9 @@ import zmq
 from rpc_schema.base import Answered
 from rpc_schema.control import ControlOperations, ControlReplyMessage
 from rpc_schema.error_replies import ControlErrorReply
-from rpc_schema.errors import BadFrameError, WireError
+from rpc_schema.errors import BadFrameError, ErrorCode, WireError
 from rpc_schema.frames import MAX_CONTROL_BYTES, encode_control
-from worker_client.errors import DeadlineExceeded, remote_error
+from worker_client.errors import DeadlineExceeded, WorkerShutsDown, remote_error
 from worker_client.wire.endpoint import Endpoint, check_keyless_owner
 from worker_client.wire.listener import Listener
 from worker_client.wire.sockets import Context, HandshakeWatch, open_socket
@@ -48,6 +48,7 @@ class PendingCall(Generic[ReplyT]):
         Raises:
             DeadlineExceeded: none came within the timeout, which began with the sending.
             WorkerError: the daemon answered with an error.
+            WorkerShutsDown: it refused, because it ends.
             BadFrameError: the answer is of another type.
         """
         reply = self.poll(self.deadline)
@@ -70,6 +71,8 @@ class PendingCall(Generic[ReplyT]):
             if reply.call != self.call and not (is_error and reply.call == 0):
                 continue  # 0: for a message of ours that the daemon could not read
             if isinstance(reply, ControlErrorReply):
+                if reply.code is ErrorCode.SHUTTING_DOWN:
+                    raise WorkerShutsDown(channel.rank, channel.endpoint.control)
                 raise remote_error(reply, rank=channel.rank, endpoint=channel.endpoint.control)
             if not isinstance(reply, self.reply_type):
                 raise BadFrameError(f"{self.what} was answered with {type(reply).__name__}")

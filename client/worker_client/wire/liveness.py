@@ -1,6 +1,7 @@
 """Liveness of a group's daemons, found by three signals that fail independently: the connection
-(transport), the process if it is on this host, and heartbeats that report progress. Owns the file
-descriptors of processes. GroupChannel.look asks it, and GroupChannel.lose acts on a death."""
+(transport), the process if it is on this host, and heartbeats that report progress; or announced
+by a daemon that shuts down. Owns the file descriptors of processes. GroupChannel.look asks it, and
+GroupChannel.lose acts on a death."""
 
 import time
 from collections import deque
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 from rpc_schema.lifecycle import Heartbeat, Hung, Slow
-from worker_client.errors import WorkerDied
+from worker_client.errors import WorkerDied, WorkerShutsDown
 from worker_client.wire.processes import Process, find_process, nobody_listens
 
 SUSPECT_AFTER_S = 0.95
@@ -32,7 +33,7 @@ _FENCE_AFTER_CUT_S = FENCE_AFTER_S - 1.0
 
 MAX_EVENTS = 256
 
-Signal: TypeAlias = Literal["transport", "process", "progress"]
+Signal: TypeAlias = Literal["transport", "process", "progress", "announced"]
 EventKind: TypeAlias = Literal["suspect", "back", "dead", "hung", "slow"]
 Liveness: TypeAlias = Literal["alive", "suspect", "dead"]
 
@@ -230,12 +231,24 @@ class Watch:
         if self._ranks[rank].liveness != "dead":
             self._die(rank, "transport", "it was given up")
 
+    def shuts_down(self, rank: int) -> None:
+        """Record that this rank has refused a request because it is shutting down."""
+        self._die(rank, "announced", "it is shutting down")
+
+    def answers_as(self, rank: int, uid: bytes | None) -> None:
+        """Record the uid of the daemon that answers in this rank's place now; None: it speaks
+        another protocol. If it is not the one that was met, that one has ended."""
+        if self._ranks[rank].uid not in (b"", uid):
+            self._die(rank, "transport", "it has ended, and another daemon answers in its place")
+
     def death_of(self, rank: int) -> WorkerDied:
         """Return the error for a dead rank."""
         entry = self._ranks[rank]
         last = next((e for e in reversed(self.events) if e.rank == rank and e.kind == "dead"), None)
         if last is None:
             return WorkerDied(rank, entry.control)
+        if last.signal == "announced":
+            return WorkerShutsDown(rank, entry.control)
         return WorkerDied(rank, entry.control, f"{last.detail} (signal: {last.signal})")
 
     def _assess(self, rank: int, entry: _Watched, now: float) -> None:

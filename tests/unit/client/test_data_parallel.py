@@ -283,9 +283,10 @@ def test_death_leaves_the_other_replicas_alone(served):
     assert daemons[0].operations.count("CommitAttach") == 1, "never attached again"
 
 
-def test_replica_serves_while_another_is_replaced(served):
+@pytest.mark.parametrize("end", [FakeDaemon.kill, FakeDaemon.shut_down])
+def test_replica_serves_while_another_is_replaced(served, end):
     group, drivers, daemons = served(2)
-    daemons[1].kill()
+    end(daemons[1])
     with pytest.raises(WorkerDied):
         run(drivers[1], 1)
     thread = beside(partial(group.replace, 1))

@@ -247,9 +247,10 @@ def test_events_of_errors():
 
 @pytest.mark.parametrize("scope", ErrorScope)
 @pytest.mark.parametrize("code", ErrorCode)
-def test_end_is_announced_by_two_codes_of_a_whole_worker(code, scope):
-    fatal = code in (ErrorCode.DEVICE, ErrorCode.INTERNAL) and scope is ErrorScope.WORKER
-    assert fs.announces_end(reply(code, scope)) is fatal
+def test_end_is_announced_by_three_codes_of_a_whole_worker(code, scope):
+    fatal = (ErrorCode.DEVICE, ErrorCode.INTERNAL, ErrorCode.SHUTTING_DOWN)
+    announces = code in fatal and scope is ErrorScope.WORKER
+    assert fs.announces_end(reply(code, scope)) is announces
 
 
 def test_drain_names_all_ranks_and_the_first_one_s_endpoint():

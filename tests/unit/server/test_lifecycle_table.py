@@ -12,7 +12,7 @@ from rpc_schema import lora, step
 from rpc_schema import weight_transfer as wt
 from rpc_schema.adoption import AdoptRequests
 from rpc_schema.drafts import TakeDraftTokenIds
-from rpc_schema.errors import StateError
+from rpc_schema.errors import ShuttingDownError, StateError
 from rpc_schema.operations import LINK_STATES, LOAD_CHAIN, STEP_OPERATIONS, StepMessage
 from tests.unit.server.driver import rendezvous
 from worker_daemon.server.lifecycle import (
@@ -271,6 +271,18 @@ def test_broken_link_refuses_steps_until_relink() -> None:
     lifecycle.check(relink)
     assert lifecycle.succeeded(relink)
     lifecycle.check(step.ExecuteModel(**IDS, total_num_scheduled_tokens=0))
+
+
+@pytest.mark.parametrize("serving", ["DRAINING", "FAILED", "CLOSED"])
+@pytest.mark.parametrize(
+    "message", [step.ExecuteModel(**IDS, total_num_scheduled_tokens=0), reset(MODEL)]
+)
+def test_daemon_that_ends_refuses_everything_for_that_reason(serving, message) -> None:
+    """Whatever else the state lacks: its driver has to find another daemon."""
+    lifecycle = in_state(DaemonState(READY, "broken"))
+    assert lifecycle.serve(serving, "why it ends")
+    with pytest.raises(ShuttingDownError, match=r"why it ends\); fix: use its successor"):
+        lifecycle.check(message)
 
 
 @pytest.mark.parametrize("state", STATES, ids=str)

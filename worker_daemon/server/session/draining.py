@@ -12,6 +12,7 @@ from rpc_schema import lifecycle as lc
 from rpc_schema.codec import ControlReplyMessage
 from rpc_schema.errors import StateError
 from rpc_schema.health import ServingState
+from worker_daemon.server.lifecycle import shutting_down
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.sequence import drained
 from worker_daemon.server.session.lease import Lease
@@ -52,17 +53,17 @@ class Draining:
         return "DRAINING" if (self.ends or self.is_on) and serving == "SERVING" else serving
 
     def check_takes_drivers(self) -> None:
-        """Raise StateError or DrainingError if no driver may attach."""
+        """Raise ShuttingDownError or DrainingError if no driver may attach."""
         if self.ends:
-            raise StateError("the daemon is shutting down", fix="attach to another one")
+            raise shutting_down()
         if self.is_on:
             raise drained()
 
     async def drain_or_undo(self, message: lc.Drain) -> ControlReplyMessage:
-        """Drain or undo, and answer when done. Raises StateError, as `drain` and `undo`
-        do."""
+        """Drain or undo, and answer when done. Raises ShuttingDownError, and StateError as `drain`
+        and `undo` do."""
         if self.ends:
-            raise StateError("the daemon is shutting down")
+            raise shutting_down()
         await (self.undo() if message.undo else self.drain())
         return lc.Acknowledged(call=message.call)
 
