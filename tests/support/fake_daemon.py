@@ -377,6 +377,7 @@ class FakeDaemon:
             last_seq=self.last_seq,
             phase="IDLE",
             phase_ms=0,
+            drains=self.gate.draining,
         )
 
     # ------------------------------------------------------------------ steps

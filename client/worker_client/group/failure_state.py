@@ -27,7 +27,6 @@ from rpc_schema.errors import (
 from worker_client.errors import ClientError, LinkGivenUp, WeightsNotWhole, WorkerDied
 
 ENDS_OWNERSHIP: Final = (
-    DrainingError,
     FencedError,
     LeaseExpiredError,
     LinkGivenUp,
@@ -36,6 +35,9 @@ ENDS_OWNERSHIP: Final = (
 )
 """Errors after which the group takes no steps: another driver has the daemons, or no driver has
 them, or they cannot reach each other."""
+
+_NO_LINK_FAILURE: Final = (ErrorCode.DRAINING, ErrorCode.GAP)
+"""Codes of refusals after which the ranks must relink, though their link works."""
 
 MAX_LINK_FAILURES: Final = 3
 """In a row: steps that break the link, and failed attempts to relink."""
@@ -49,7 +51,7 @@ class Ownership(enum.Enum):
 
     NEW = "never attached"
     SERVING = "attached: it takes steps"
-    ENDED = "fenced, lease lost, drained during a step, or an unreadable reply"
+    ENDED = "fenced, lease lost, or an unreadable reply"
     LINK_GIVEN_UP = "links failed too often in a row, though all daemons live"
     LOST = "a daemon is dead"
     REPLACING = "another daemon is taking a lost one's place"
@@ -100,7 +102,7 @@ class DrainState(enum.Enum):
     """Drain by an operator."""
 
     NONE = "no rank drains"
-    DRAINING = "a rank's heartbeat reports that it drains"
+    DRAINING = "a rank reports that it drains, by a heartbeat or the refusal of a step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -511,19 +513,31 @@ class FailureState:
         breaks = reply.scope is ErrorScope.GROUP or reply.code in (ErrorCode.COMM, ErrorCode.GAP)
         if breaks:
             self.apply(Change.LINK_BROKEN)
+        self._note_drain(error)
         if isinstance(error, ENDS_OWNERSHIP):
             self.apply(loss_of(error))
-        elif breaks and self.state.link is not LinkState.NONE and reply.code is not ErrorCode.GAP:
+        elif (
+            breaks and self.state.link is not LinkState.NONE and reply.code not in _NO_LINK_FAILURE
+        ):
             return self._link_failed(reply.seq, error)
         return error
 
     def relink_failed(self, error: WorkerDaemonError) -> WorkerDaemonError:
         """Apply a failure to relink. Return the error that the next step fails with."""
+        self._note_drain(error)
         if isinstance(error, ENDS_OWNERSHIP):
             self.apply(loss_of(error))
+        elif isinstance(error, DrainingError):
+            return error
         elif not isinstance(error, WireError) or error.is_reported:  # an unreadable reply proves
             return self._link_failed(0, error)  # nothing about the link
         return error
+
+    def _note_drain(self, error: WorkerDaemonError) -> None:
+        """Send no step until a heartbeat of the rank that refuses them says that its drain is
+        over."""
+        if isinstance(error, DrainingError) and error.rank is not None:
+            self.report_drain(error.rank, drains=True)
 
     def report_drain(self, rank: int, *, drains: bool) -> None:
         """Apply the drain flag of a rank's heartbeat."""

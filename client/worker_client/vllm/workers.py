@@ -39,9 +39,6 @@ MAX_MASK_BYTES: Final = MAX_STEP_BYTES - (1 << 20)
 """Masks of one message; the rest is for its other fields."""
 
 _DRAIN_POLL_S: Final = 0.2
-_DRAIN_NEWS_S: Final = 2.0
-"""Time after which the group has heard that a drain is undone."""
-
 _LOG = logging.getLogger(LOGGER)
 _T = TypeVar("_T")
 _Args = TypeVarTuple("_Args")
@@ -237,7 +234,7 @@ class Workers:
     def _result(self, sent: PendingStep) -> StepResult:
         if sent.future is None:
             raise StepLost(sent.reason)
-        return self._recovering(_result_of, sent.future)
+        return self._recovering(sent.future.result)
 
     def _lost(self, number: int, error: WorkerDaemonError) -> LostStep:
         reason = error.message if isinstance(error, StepFailed) else str(error)
@@ -256,11 +253,11 @@ class Workers:
         Raises:
             StepLost: this driver had to attach again, so all that was sent before is lost.
         """
-        drained_until = undone_at = 0.0
+        drained_until = 0.0
         while True:
             try:
                 return use(*args)
-            except DrainingError as drained:
+            except DrainingError:
                 now = time.monotonic()
                 if not drained_until:
                     drained_until = now + self.settings.drained_for_s
@@ -268,21 +265,11 @@ class Workers:
                 elif now >= drained_until:
                     raise
                 time.sleep(_DRAIN_POLL_S)
-                undone_at = (undone_at or now) if self._serves() else 0.0
-                if undone_at and now - undone_at >= _DRAIN_NEWS_S:
-                    self._attach_again(drained)  # a step met the drain: its epoch takes no more
             except WorkerDied as died:
                 self._count_recovery(died)
                 self._replace(died)
             except (LeaseExpiredError, NotAttachedError) as expired:
                 self._attach_again(expired)
-
-    def _serves(self) -> bool:
-        """Return whether no daemon says that it is drained."""
-        try:
-            return all(each.serving == "SERVING" for each in self.group.get_status())
-        except WorkerDaemonError:
-            return False
 
     def _attach_again(self, cause: WorkerDaemonError) -> NoReturn:
         """Attach again, then raise StepLost."""
@@ -318,10 +305,3 @@ class Workers:
             reload=reload,
             state_checkpoints=False,  # vLLM's scheduler knows no borders
         )
-
-
-def _result_of(future: StepFuture) -> StepResult:
-    try:
-        return future.result()
-    except DrainingError as error:  # for good: a drain that is undone does not send the step again
-        raise StepLost(str(error)) from error

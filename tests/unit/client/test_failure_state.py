@@ -365,7 +365,7 @@ def test_one_rank_alone_never_gives_a_link_up():
 
 SEQS = st.integers(1, 20)
 ENDS_OWNERSHIP = st.sampled_from(
-    [ErrorCode.FENCED, ErrorCode.LEASE_EXPIRED, ErrorCode.NOT_ATTACHED, ErrorCode.DRAINING]
+    [ErrorCode.FENCED, ErrorCode.LEASE_EXPIRED, ErrorCode.NOT_ATTACHED]
 )
 
 
@@ -446,12 +446,12 @@ class Histories(RuleBasedStateMachine):
         breaks = breaks and self.has_link
         self.needs_relink = self.needs_relink or breaks
         gives_up = False
-        ends_ownership = isinstance(
-            error, FencedError | LeaseExpiredError | NotAttachedError | DrainingError
-        )
+        if code is ErrorCode.DRAINING:
+            self.draining.add(error.rank)
+        ends_ownership = isinstance(error, FencedError | LeaseExpiredError | NotAttachedError)
         if ends_ownership:
             self.dead = error
-        elif breaks and code is not ErrorCode.GAP:
+        elif breaks and code not in (ErrorCode.GAP, ErrorCode.DRAINING):
             gives_up = self.link_fails(seq)
         if gives_up:
             assert isinstance(cause, LinkGivenUp)
@@ -515,7 +515,10 @@ class Histories(RuleBasedStateMachine):
             self.to_tell = None
 
     @precondition(lambda self: self.takes_steps and self.needs_relink)
-    @rule(goes_well=st.booleans(), error=st.sampled_from(["comm", "fenced", "wire", "deadline"]))
+    @rule(
+        goes_well=st.booleans(),
+        error=st.sampled_from(["comm", "fenced", "wire", "deadline", "draining"]),
+    )
     def relink(self, goes_well, error):
         if goes_well:
             self.owner.apply(fs.Change.LINK_MADE)
@@ -526,11 +529,14 @@ class Histories(RuleBasedStateMachine):
             "fenced": error_of(reply(ErrorCode.FENCED)),
             "wire": BadFrameError("not a reply"),
             "deadline": DeadlineExceeded("Relink", 1.0),
+            "draining": error_of(reply(ErrorCode.DRAINING)),
         }[error]
+        if error == "draining":
+            self.draining.add(0)
         cause = self.owner.relink_failed(raised)
         if error == "fenced":
             self.dead = raised
-        elif error != "wire" and self.link_fails(0):
+        elif error not in ("wire", "draining") and self.link_fails(0):
             self.dead = cause
         assert cause is raised or isinstance(cause, LinkGivenUp)
         self.fail()

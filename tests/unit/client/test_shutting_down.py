@@ -10,7 +10,6 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 
 from rpc_schema.errors import DrainingError
 from tests.support.fake_daemon import EOS, FakeDaemon, reference_tokens
@@ -160,21 +159,37 @@ def test_ranks_that_shut_down_together_are_replaced_together(served):
 def test_drained_daemon_that_ends_is_replaced(served):
     """As in a Pod: an operator's drain, then SIGTERM, while a driver waits for the drain's end."""
     driver, expected, upgrade = served(2)
-    driver.step()
-    drained = upgrade.daemons[1]
-    drained._heartbeat = lambda: replace(FakeDaemon._heartbeat(drained), drains=True)
-
-    def knows() -> bool:
-        try:
-            driver.step()
-        except DrainingError:
-            return True
-        return False
-
-    wait_until(knows, "the drain")
-    drained.kill()
+    ended = driver.step()
+    upgrade.daemons[1].gate.draining = True
+    wait_until(lambda: is_held(driver, ended), "the drain")
     upgrade.follow(1)
-    assert outputs_of(driver) == expected
+    wait_until(lambda: not is_held(driver, ended), "the successor")
+    ended += driver.run()
+    assert {output.req_id: output.token_ids for output in ended} == expected
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_driver_goes_on_once_a_drain_that_its_step_has_met_is_undone(served, pp):
+    """Held up for longer than the notice, it had not heard of the drain before."""
+    driver, expected, upgrade = served(pp)
+    ended = driver.step()
+    upgrade.daemons[-1].gate.draining = True
+    wait_until(lambda: is_held(driver, ended), "the drain")
+    assert driver.num_failures == 1, "a step was refused before a heartbeat came"
+    upgrade.daemons[-1].gate.draining = False
+    wait_until(lambda: not is_held(driver, ended), "its end")
+    ended += driver.run()
+    assert {output.req_id: output.token_ids for output in ended} == expected
+    assert driver.num_failures == 1
+
+
+def is_held(driver, ended) -> bool:
+    """Return True if a drain keeps the driver from its next step."""
+    try:
+        ended += driver.step()
+    except DrainingError:
+        return True
+    return False
 
 
 def test_asyncio_program_reads_on(fakes, request_of):
