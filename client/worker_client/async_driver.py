@@ -394,9 +394,12 @@ class _DriverLoop:
 
     @staticmethod
     def _look(driver: Driver) -> None:
-        """Replace a dead daemon. One that has no successor yet is looked for again."""
+        """Replace a dead daemon. One that has no successor yet is looked for again, as is one in
+        whose group an operator drains another."""
         try:
             driver.look()
+        except DrainingError:
+            return
         except ReplacementFailed as failed:
             _LOG.warning("a daemon that died while there was nothing to do: %s", failed)
 

@@ -302,12 +302,12 @@ class Driver:
             settled(flight)
 
     def _recovering(self, call: Callable[[], ResultT]) -> ResultT:
-        """Make a call to the group, and again after a recovery from the death of a daemon."""
-        try:
-            return call()
-        except WorkerDied as died:
-            self._replace(died)
-        return call()
+        """Make a call to the group, and again after each recovery from the death of a daemon."""
+        while True:
+            try:
+                return call()
+            except WorkerDied as died:
+                self._replace(died)
 
     def _replace(self, died: WorkerDied) -> None:
         """Recover, and reset the count of failed steps: the fault may have ended with the process.

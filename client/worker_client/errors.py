@@ -272,8 +272,8 @@ class WorkerShutsDown(WorkerDied):
             rank,
             endpoint,
             "it is shutting down, and takes no more requests (signal: announced); fix: start its "
-            "successor there, and have it take the rank's place (WorkerGroup.replace, which a "
-            "Driver's `recover` may call)",
+            "successor there, and let that take the rank's place (WorkerGroup.replace, as "
+            "Driver(recover=...) may do), or attach to it (attach(wait_s=SECONDS))",
         )
 
 

@@ -171,7 +171,7 @@ class WorkerGroup:
         are refused from then on.
 
         wait_s: how long to wait first for daemons that are not started, or do not answer,
-                yet.
+                yet, or that drain or shut down.
 
         From here on a thread renews the lease, until close() or detach() gives it back.
 
@@ -181,6 +181,7 @@ class WorkerGroup:
             IncompatibleError: a daemon has another protocol version.
             DeadlineExceeded: a daemon does not answer, or its results do not reach this driver.
             WorkerDied: the group has lost a daemon: replace() it, or make a new group.
+            WorkerShutsDown: a daemon is about to end.
             NothingListens: no daemon is at an endpoint.
         """
         statuses = self.attachment.attach(
@@ -212,9 +213,10 @@ class WorkerGroup:
         The new daemon loads its own shard only, from the files that the others have read last.
         These keep their weights, the memory of the KV cache, and graphs without communication.
         Ranks that are asleep are woken first, for which they need memory, and sleep again
-        afterwards; ranks that were reset load too. Requests are lost: earlier futures, or the next
-        step, fail with a StepFailed that names them. Ranks that die meanwhile are waited for at
-        their own endpoints, REPLACE_ATTEMPTS times in a row.
+        afterwards, unless the rank was lost while they were put to sleep; ranks that were reset
+        load too. Requests are lost: earlier futures, or the next step, fail with a StepFailed that
+        names them. Ranks that die meanwhile are waited for at their own endpoints, REPLACE_ATTEMPTS
+        times in a row.
 
         Raises:
             ReplacementFailed: no daemon answered, or attempts failed because of another death or
@@ -242,11 +244,13 @@ class WorkerGroup:
             config,
             model,
             known.number if known is not None and known.identity.stamps else None,
+            memory={} if self.memory.is_half_done else None,
         )
         place = None if endpoint is None else parse_endpoint(endpoint, self._keys)
         replaced = replacement.run(rank, place, within_s)
+        self.memory.is_half_done = False
         self.weights.learn_replaced(self.get_status())
-        if replaced.loaded_ranks:
+        if replaced.loaded_ranks and config.lora.max_loras:
             self.loras.restore(replaced.loaded_ranks)
         return replaced
 

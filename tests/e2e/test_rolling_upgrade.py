@@ -3,9 +3,10 @@ driver serves, each daemon is stopped and another release takes its place, and r
 same tokens as in transformers."""
 
 import os
-import random
 import signal
 import sys
+import threading
+from pathlib import PurePath
 
 import msgspec
 import numpy as np
@@ -13,11 +14,15 @@ import pytest
 
 from rpc_schema.errors import IncompatibleError
 from rpc_schema.version import PROTOCOL_VERSION, SOFTWARE_VERSION
+from tests.support import structured
 from tests.support.driving import random_cases
+from tests.support.exhaustive import exhaustively
 from tests.support.forked_daemons import ForkedDaemons
+from tests.support.service_app import service_app
 from tests.support.serving import LONG_LEASE, connect, generate, worker_config
+from tests.support.waiting import wait_until
 from worker_client.driver import Driver
-from worker_client.errors import RequestError
+from worker_client.errors import RequestError, WorkerShutsDown
 from worker_client.group.adoption import AdoptedRequest
 from worker_client.scheduler import Scheduler, scheduler_limits
 from worker_client.scheduler.admissions import AdmissionNote, note_of
@@ -26,7 +31,6 @@ from worker_client.worker_group import WorkerGroup
 NEXT = "0.2.0"
 NOW = f"worker-daemon {SOFTWARE_VERSION}"
 THEN = f"worker-daemon {NEXT}"
-LINGER_S = 1.0
 
 
 class Releases:
@@ -35,16 +39,20 @@ class Releases:
     def __init__(self, model_root):
         self._root = model_root
         self.installed = ()
-
-    def linger(self, seconds):
-        """Have them end so late after SIGTERM: the next step reaches a daemon that shuts down."""
-        self.installed = (f"linger={seconds}",)
+        self.lingering = None
+        """A directory: daemons of this release that get SIGTERM refuse everything until let_end."""
 
     def __call__(self, endpoint, device, pipe):
-        module = ("tests.support.versioned_serve", *self.installed)
         own = ("--endpoint", endpoint, "--device", device, "--model-root", str(self._root))
-        module = module if self.installed else ("worker_daemon",)
+        installed = self.installed
+        if self.lingering is not None:
+            installed = installed or (f"linger={self.lingering / PurePath(endpoint).name}",)
+        module = ("tests.support.versioned_serve", *installed) if installed else ("worker_daemon",)
         return (sys.executable, "-m", *module, "serve", *own, "--exit-with-parent-fd", str(pipe))
+
+    def let_end(self, endpoint):
+        if self.lingering is not None:
+            (self.lingering / PurePath(endpoint).name).touch()
 
 
 @pytest.fixture
@@ -59,10 +67,12 @@ def pair(model_root, releases):
 
 
 @pytest.fixture
-def lingering_pair(model_root, releases):
-    releases.linger(LINGER_S)
+def lingering_pair(model_root, releases, tmp_path):
+    releases.lingering = tmp_path
     with ForkedDaemons(["cpu", "cpu"], model_root, command=releases) as daemons:
         yield daemons
+        for endpoint in daemons.endpoints:
+            releases.let_end(endpoint)
 
 
 def software(group):
@@ -70,23 +80,28 @@ def software(group):
 
 
 def upgrade_under_load(shape, daemons, releases, checkpoint, seed):
-    """Stop each daemon while a driver serves; return the liveness events of the ranks."""
+    """Stop each daemon while a driver serves; return the signals of the ranks' deaths."""
     cases = random_cases(checkpoint(), seed=seed, count=4, max_tokens=40)
     config = worker_config(checkpoint().path, *shape)
-    stops = sorted(random.Random(seed).sample(range(3, 30), 2))
+    when = np.random.default_rng(seed).integers(2, 12, size=2).tolist()
+    print(f"stopped after {when} results")
     with connect(daemons.endpoints, config) as (group, loaded):
         assert software(group) == [NOW, NOW]
-        results, uids = [], [client.get_status().worker_uid for client in group.clients]
+        uids = [client.get_status().worker_uid for client in group.clients]
+        next_rank, since = iter([0, 1]), []
 
         def replace(died):
+            releases.let_end(died.endpoint)
             with daemons.kept_alive():  # by a supervisor: a daemon ends in order after its sockets
                 group.replace(died.rank)
+            since.clear()
 
         def upgrade(result):
-            results.append(result)
-            if len(results) in stops:
+            since.append(result)
+            if when and len(since) == when[0]:
+                when.pop(0)
                 releases.installed = (f"release={NEXT}",)
-                os.kill(daemons.pids[stops.index(len(results))], signal.SIGTERM)
+                os.kill(daemons.pids[next(next_rank)], signal.SIGTERM)
 
         driver = Driver(
             group, Scheduler(scheduler_limits(loaded, config)), upgrade, recover=replace
@@ -98,7 +113,7 @@ def upgrade_under_load(shape, daemons, releases, checkpoint, seed):
         assert software(group) == [THEN, THEN]
         after = [client.get_status().worker_uid for client in group.clients]
         assert not set(after) & set(uids)
-        return [event for event in group.watch.events if event.kind == "dead"]
+        return [event.signal for event in group.watch.events if event.kind == "dead"]
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
@@ -106,12 +121,59 @@ def test_daemons_are_replaced_one_by_one_under_load(shape, pair, releases, check
     upgrade_under_load(shape, pair, releases, checkpoint, seed)
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("shape", [(2, 1), exhaustively((1, 2))])
 def test_steps_that_reach_daemons_that_shut_down_run_on_their_successors(
     shape, lingering_pair, releases, checkpoint, seed
 ):
     deaths = upgrade_under_load(shape, lingering_pair, releases, checkpoint, seed)
-    assert {(each.rank, each.signal) for each in deaths} == {(0, "announced"), (1, "announced")}
+    assert deaths == ["announced", "announced"]
+
+
+def test_group_that_a_shutdown_kept_from_sleep_is_awake(lingering_pair, releases, checkpoint, seed):
+    cases = random_cases(checkpoint(), seed=seed, count=2, max_tokens=8)
+    config = worker_config(checkpoint().path, 2, enable_sleep_mode=True)
+    with connect(lingering_pair.endpoints, config) as (group, loaded):
+        releases.installed = (f"release={NEXT}",)
+        os.kill(lingering_pair.pids[1], signal.SIGTERM)
+        wait_until(lambda: group.get_status()[1].serving == "DRAINING", "the shutdown")
+        with pytest.raises(WorkerShutsDown, match=r"rank 1 at .*; fix: "):
+            group.memory.sleep()
+        asleep = group.clients[0].get_status().memory_tags
+        assert set(asleep.values()) == {"asleep"}, "this rank has done it"
+        releases.let_end(group.clients[1].endpoint.control)
+        with lingering_pair.kept_alive():
+            group.replace(1)
+        assert generate(group, loaded, cases.requests).tokens == cases.expected
+
+
+def test_server_that_a_shutdown_kept_from_sleep_answers_as_before(
+    lingering_pair, releases, checkpoint
+):
+    model = checkpoint(seed=83, vocab_size=structured.VOCAB_SIZE)
+    structured.make_tokenizer(model.path)
+    config = worker_config(model.path, 2, enable_sleep_mode=True)
+    ask = {"prompt": [9, 7, 5], "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    key = "of an administrator"
+    options = {"admin_keys": (key,), "api_keys": ()}
+    endpoints = lingering_pair.endpoints
+    with service_app(model.path, config, endpoints, **options) as service:
+
+        def serving():
+            call = service.context.engine.call
+            return service.runner.run(call(lambda driver: driver.group.get_status()[1].serving))
+
+        before = service.ok("/v1/completions", ask)["choices"]
+        releases.installed = (f"release={NEXT}",)
+        os.kill(lingering_pair.pids[1], signal.SIGTERM)
+        wait_until(lambda: serving() == "DRAINING", "the shutdown")
+        end = threading.Timer(0.5, releases.let_end, (endpoints[1],))
+        end.start()
+        with lingering_pair.kept_alive():
+            refused = service.post("/sleep", headers={"Authorization": f"Bearer {key}"})
+            assert (refused.status_code, f"rank 1 at {endpoints[1]}" in refused.text) == (503, True)
+            assert service.ok("/v1/completions", ask)["choices"] == before
+        end.join()
+        assert service.context.engine.counts.num_recoveries == 1
 
 
 def test_successor_of_another_protocol_is_refused_until_the_right_one_is_started(

@@ -31,7 +31,7 @@ from tests.support.default_replies import control_reply, step_reply
 from tests.support.waiting import PATIENCE_S
 from worker_client.requests import SamplingParams
 from worker_daemon.server.lifecycle import shutting_down
-from worker_daemon.server.sequence import GateResult, StepGate
+from worker_daemon.server.sequence import GateResult, StepGate, drained
 from worker_daemon.server.session.lease import DriverIdentity, Lease, lease_terms
 from worker_daemon.server.wire.replies import control_error_reply, error_reply
 from worker_daemon.server.wire.reply_channel import ReplyRing
@@ -285,6 +285,8 @@ class FakeDaemon:
                 )
             case lc.PrepareAttach() | UploadChunk() if self.shuts_down:
                 raise shutting_down()
+            case lc.PrepareAttach() if self.gate.draining:
+                raise drained()
             case lc.PrepareAttach(epoch=epoch):
                 self.lease.check_free_for(_driver(request), force=request.force)
                 granted = epoch > max(self.epoch, self.granted)

@@ -1,10 +1,11 @@
 """`python -m tests.support.versioned_serve NAME=VALUE ARGS`: the daemon's real command line as
-another release has it (release=VERSION), or one that ends late (linger=SECONDS: how long it refuses
-everything before it ends); or, around the fake worker, with another protocol version
-(protocol=VERSION) or another torch (link=TEXT)."""
+another release has it (release=VERSION), or one that ends late (linger=FILE: after SIGTERM it
+refuses everything until the file is there); or, around the fake worker, with another protocol
+version (protocol=VERSION) or another torch (link=TEXT)."""
 
 import asyncio
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -26,8 +27,11 @@ def main() -> None:
             finish = ProcessExit.finish
 
             def finish_late(process: ProcessExit, exit_code: int) -> None:
+                if Path(value).exists():
+                    finish(process, exit_code)
+                    return
                 loop = asyncio.get_running_loop()
-                loop.call_later(float(value), finish, process, exit_code)
+                loop.call_later(0.02, finish_late, process, exit_code)
 
             patch.setattr(ProcessExit, "finish", finish_late)
         else:

@@ -187,7 +187,7 @@ class Lifecycle:
 
 
 def shutting_down(detail: str = "") -> ShuttingDownError:
-    """Return the error for whoever asks a daemon that ends for something."""
+    """Return the error for any request to a daemon that ends."""
     problem = "the daemon is shutting down" + (f": {detail}" if detail else "")
     return ShuttingDownError(problem, fix="use its successor, or another daemon")
 

@@ -20,8 +20,10 @@ from rpc_schema.lease import MAX_LEASE_TTL_MS
 from worker_client.errors import ReplicasMissing, WorkerDied
 from worker_client.group.failure_state import Change, FailureState, GroupRequest
 from worker_client.group.group_channel import GroupChannel
+from worker_client.group.group_daemons import obstacle_to
 from worker_client.group.outcomes import DEFAULT_STEP_DEADLINE_S, StepsInFlight
 from worker_client.group.together import results_of, run_together
+from worker_client.wire.health_client import GREET_POLL_S
 from worker_client.wire.lease import LeaseTerms, Patience
 from worker_client.wire.worker_client import WorkerClient
 
@@ -72,9 +74,12 @@ class Attachment:
         self.channel.check_usable()
 
     def greet(self, timeout_s: float, answer_by: float) -> None:
-        """Wait for daemons that do not answer yet, until answer_by (time.monotonic) at most."""
+        """Wait for daemons that do not answer yet, or drain or shut down, until answer_by
+        (time.monotonic) at most."""
         for client in self.channel.daemons.present:
             client.greet(timeout_s, answer_by)
+            while obstacle_to(client) is not None and time.monotonic() < answer_by:
+                time.sleep(GREET_POLL_S)
 
     def meet(self, deadline: float) -> None:
         """Exchange versions with the daemons, and learn how long a step of theirs may take."""

@@ -18,6 +18,8 @@ from worker_client.wire.worker_client import OnSent, WorkerClient
 
 SUCCESSOR_ASK_S = 1.0
 """Limit on asking one daemon who it is."""
+_ASK_S = 0.25
+_STATUS_S = 1.0
 
 
 class GroupDaemons:
@@ -118,8 +120,8 @@ class GroupDaemons:
                 raise
 
     def find_successors(self) -> None:
-        """Have the watch count ranks as dead in whose places other daemons answer. They were
-        restarted while nobody looked, and know nothing of this driver."""
+        """Have the watch count ranks as dead in whose places other daemons answer: successors that
+        were started while this driver did not look."""
         for client in self.present:
             try:
                 uid = client.hello(SUCCESSOR_ASK_S).worker_uid
@@ -154,3 +156,19 @@ class GroupDaemons:
         connection and log it."""
         keyed = address in self._keyed
         return self.results.process_at(address) if keyed else find_process(address)
+
+
+def obstacle_to(client: WorkerClient) -> str | None:
+    """Return why no driver can attach to the daemon of a client yet, such as the end of another one
+    that was there before; None if nothing shows."""
+    try:
+        client.hello(_ASK_S)
+    except (DeadlineExceeded, WorkerDied):
+        return "no daemon has answered"
+    try:
+        serving = client.get_status(_STATUS_S).serving
+    except DeadlineExceeded:
+        return None  # it is busy
+    except WorkerDied:
+        return "no daemon has answered"
+    return None if serving == "SERVING" else f"no daemon but one that is {serving} has answered"

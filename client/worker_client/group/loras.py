@@ -335,7 +335,8 @@ class GroupLoras:
     def restore(self, newcomers: Collection[int]) -> None:
         """Give newly loaded ranks the adapters that all ranks had, from their files. One that
         cannot be read there, or whose weights were updated since, is removed from the other ranks
-        too; only its requests fail."""
+        too; only its requests fail. So is one that only some ranks have added before one was
+        lost."""
         for adapter in list(self._known.values()):
             name, lora_id, version, is_pinned = (
                 adapter.name,
@@ -355,6 +356,7 @@ class GroupLoras:
             except (WorkerError, DeadlineExceeded, ContentMismatchError) as error:
                 _LOG.warning("adapter %r is removed: %s", name, error)
                 self.remove(lora_id)
+        self.learn()
 
     def _id_for(self, name: str) -> int:
         for lora_id, adapter in self._known.items():

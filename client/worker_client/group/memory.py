@@ -1,7 +1,7 @@
 """Sleep mode of a group: releases the memory of weights and KV cache on all ranks, and allocates it
 again at the same addresses."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from rpc_schema.lifecycle import Discard, MemoryTag, MemoryTagsReply, Sleep, SleepLevel, WakeUp
@@ -17,6 +17,9 @@ class GroupMemory:
         self._channel = channel
         self._steps = steps
         self._waiter = waiter
+        self.is_half_done = False
+        """True from an operation that has failed, perhaps on some ranks only, until one succeeds.
+        After the replacement of a rank all are awake then."""
 
     def sleep(self, level: SleepLevel = 1) -> list[MemoryTagsReply]:
         """Release the memory of weights and KV cache on every rank; addresses stay. Level 1 keeps
@@ -33,7 +36,7 @@ class GroupMemory:
         """
         self._waiter.wait_for_all()
         self._steps.lose_cache("the group was put to sleep")
-        return self._channel.ask(partial(Sleep, level=level))
+        return self._ask(partial(Sleep, level=level))
 
     def wake_up(self, tags: Sequence[MemoryTag] | None = None) -> list[MemoryTagsReply]:
         """Allocate the memory of tags again on every rank, by default of all; in any order. Steps
@@ -45,7 +48,7 @@ class GroupMemory:
             ConfigError: as sleep() does.
         """
         wanted = None if tags is None else tuple(tags)
-        return self._channel.ask(partial(WakeUp, tags=wanted))
+        return self._ask(partial(WakeUp, tags=wanted))
 
     def discard(self, tags: Sequence[MemoryTag]) -> list[MemoryTagsReply]:
         """Release the memory of tags on every rank, awake or asleep, and keep nothing of it. With
@@ -57,4 +60,10 @@ class GroupMemory:
         self._waiter.wait_for_all()
         if "kv_cache" in tags:
             self._steps.lose_cache("the group's KV cache was discarded")
-        return self._channel.ask(partial(Discard, tags=tuple(tags)))
+        return self._ask(partial(Discard, tags=tuple(tags)))
+
+    def _ask(self, build: Callable[..., Sleep | WakeUp | Discard]) -> list[MemoryTagsReply]:
+        self.is_half_done = True
+        replies = self._channel.ask(build)
+        self.is_half_done = False
+        return replies

@@ -34,11 +34,11 @@ from worker_client.errors import (
 from worker_client.group.attaching import Attachment
 from worker_client.group.failure_state import Change, FailureState, RankLost
 from worker_client.group.group_channel import GroupChannel
+from worker_client.group.group_daemons import obstacle_to
 from worker_client.group.load_chain import LoadChain, init_device
 from worker_client.group.loading import LoadedGroup, Stopwatch, config_differences
 from worker_client.group.outcomes import StepsInFlight
 from worker_client.wire.endpoint import Endpoint
-from worker_client.wire.worker_client import WorkerClient
 
 REPLACE_WITHIN_S = 60.0
 """Default wait for a successor. A supervisor restarts a daemon, and the daemon loads torch, in far
@@ -50,8 +50,6 @@ REPLACE_ATTEMPTS = 3
 MEMORY_PAUSE_S = 1.0
 """A killed process's device memory may become free only some time after its end."""
 
-_ASK_S = 0.25
-_STATUS_S = 1.0
 _PAUSE_S = 0.02
 _AWAY = ("asleep", "discarded")
 
@@ -111,7 +109,8 @@ class Replacement:
     clock: Stopwatch = field(default_factory=Stopwatch)
     vacant: dict[int, Endpoint] = field(default_factory=dict)
     memory: _Tags | None = None
-    """Memory of the ranks that stayed, as the first attempt found it."""
+    """Memory that the ranks are brought back to, {} for all that they have; None: that of the ranks
+    that stayed, as the first attempt finds it."""
 
     def run(self, rank: int, endpoint: Endpoint | None, within_s: float) -> ReplacementReport:
         """See WorkerGroup.replace."""
@@ -201,7 +200,7 @@ class Replacement:
         """Wait until a daemon answers there that takes drivers: the lost one may do neither, or be
         about to end. Watch the others meanwhile."""
         with closing(self.channel.daemons.new_client(rank, endpoint)) as client:
-            while (obstacle := _obstacle(client)) is not None:
+            while (obstacle := obstacle_to(client)) is not None:
                 self.channel.look()
                 if time.monotonic() >= deadline:
                     raise ReplacementFailed(
@@ -298,21 +297,6 @@ class Replacement:
             alone.initialize_cache(model.num_blocks)
         with self.clock.phase("warm_up"):
             everyone.compile_or_warm_up_model()
-
-
-def _obstacle(client: WorkerClient) -> str | None:
-    """Return why the daemon of a client cannot take a rank's place yet; None if nothing shows."""
-    try:
-        client.hello(_ASK_S)
-    except (DeadlineExceeded, WorkerDied):
-        return "no daemon has answered"
-    try:
-        serving = client.get_status(_STATUS_S).serving
-    except DeadlineExceeded:
-        return None  # it is busy
-    except WorkerDied:
-        return "no daemon has answered"
-    return None if serving == "SERVING" else f"no daemon but one that is {serving} has answered"
 
 
 def _is_away(tags: _Tags) -> bool:

@@ -13,7 +13,13 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rpc_schema.errors import CapacityError, ConfigError, StateError, WorkerError
+from rpc_schema.errors import (
+    CapacityError,
+    ConfigError,
+    StateError,
+    WorkerDaemonError,
+    WorkerError,
+)
 from rpc_schema.lifecycle import MemoryTag, SleepLevel, Status
 from worker_client.driver import Driver
 from worker_client.errors import RequestError, request_error
@@ -185,7 +191,9 @@ class _Admin:
         try:
             yield
         finally:
-            reason = await self._context.engine.call(_hindrance)
+            reason = ""
+            with contextlib.suppress(WorkerDaemonError):  # requests learn why there is no rank
+                reason = await self._context.engine.call(_hindrance)
             if admission.closed == self._reason:  # else the server is shutting down
                 self._close(reason)
 
@@ -214,7 +222,9 @@ def _sleep(driver: Driver, level: SleepLevel) -> None:
 
 
 def _hindrance(driver: Driver) -> str:
-    """Return why the group can serve no request; empty if it can."""
+    """Return why the group can serve no request; empty if it can. A rank that was lost meanwhile is
+    replaced first, which may wake the others."""
+    driver.look()
     statuses = driver.group.get_status()
     if _are_asleep(statuses):
         return SLEEPS

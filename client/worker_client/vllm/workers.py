@@ -254,8 +254,12 @@ class Workers:
             StepLost: this driver had to attach again, so all that was sent before is lost.
         """
         drained_until = 0.0
+        dead: WorkerDied | None = None
         while True:
             try:
+                if dead is not None:  # an operator may drain another rank meanwhile
+                    self._replace(dead)
+                    dead = None
                 return use(*args)
             except DrainingError:
                 now = time.monotonic()
@@ -267,7 +271,7 @@ class Workers:
                 time.sleep(_DRAIN_POLL_S)
             except WorkerDied as died:
                 self._count_recovery(died)
-                self._replace(died)
+                dead = died
             except (LeaseExpiredError, NotAttachedError) as expired:
                 self._attach_again(expired)
 

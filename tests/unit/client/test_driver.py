@@ -52,6 +52,9 @@ class ScriptedGroup:
 
     def execute_model(self, output: SchedulerOutput) -> ScriptedFuture:
         fate = self.fates.popleft()
+        if fate == "dies, and its successor too":
+            self.fates.appendleft("dies before it is sent")
+            raise WorkerDied(0, "scripted")
         if fate == "dies before it is sent":
             self.fates.appendleft("fails")
             raise WorkerDied(0, "scripted")
@@ -94,6 +97,12 @@ def test_recovery_begins_the_count_of_failures_anew(death):
     play.run()
     assert len(play.recovered) == 1
     assert play.driver.num_failures == 3 and len(play.driver.records) == 1
+
+
+def test_successor_that_dies_at_once_is_replaced_too():
+    play = Play("dies, and its successor too", "works")
+    play.run()
+    assert len(play.recovered) == 2 and len(play.driver.records) == 1
 
 
 @pytest.mark.parametrize("before", [[], ["works"], ["dies", "works"]])

@@ -11,7 +11,8 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from rpc_schema.errors import DrainingError
+from rpc_schema.errors import DrainingError, IncompatibleError
+from rpc_schema.version import PROTOCOL_VERSION
 from tests.support.fake_daemon import EOS, FakeDaemon, reference_tokens
 from tests.support.waiting import wait_until
 from tests.unit.client.conftest import worker_config
@@ -42,10 +43,10 @@ class Upgrade:
         self.gone.append(leaving)
         return leaving
 
-    def follow(self, rank: int) -> None:
+    def follow(self, rank: int, version: int = PROTOCOL_VERSION) -> None:
         """End a daemon at once, and start its successor."""
         self.daemons[rank].kill()
-        self.daemons[rank] = FakeDaemon(self.daemons[rank].endpoint).start()
+        self.daemons[rank] = FakeDaemon(self.daemons[rank].endpoint, version=version).start()
 
     def run(self, rank: int) -> None:
         self.begin(rank)
@@ -156,6 +157,16 @@ def test_ranks_that_shut_down_together_are_replaced_together(served):
     upgrade.finish()
 
 
+def test_successor_of_another_protocol_that_came_unnoticed_is_refused(served):
+    driver, expected, upgrade = served(2)
+    driver.step()
+    upgrade.follow(0, PROTOCOL_VERSION + 1)
+    with pytest.raises(IncompatibleError, match="rank 0 at "):
+        outputs_of(driver)
+    upgrade.follow(0)
+    assert outputs_of(driver) == expected
+
+
 def test_drained_daemon_that_ends_is_replaced(served):
     """As in a Pod: an operator's drain, then SIGTERM, while a driver waits for the drain's end."""
     driver, expected, upgrade = served(2)
@@ -192,9 +203,10 @@ def is_held(driver, ended) -> bool:
     return False
 
 
-def test_asyncio_program_reads_on(fakes, request_of):
-    daemons = fakes(2)
-    upgrade, config = Upgrade(daemons), worker_config(2)
+@pytest.fixture
+def opened(fakes):
+    """(opens a driver of two daemons that replaces them, who has these replaced)."""
+    daemons, config = fakes(2), worker_config(2)
 
     @contextlib.contextmanager
     def open_driver():
@@ -202,6 +214,12 @@ def test_asyncio_program_reads_on(fakes, request_of):
             group.attach()
             limits = scheduler_limits(group.prepare(config), config)
             yield Driver(group, Scheduler(limits), recover=lambda died: group.replace(died.rank))
+
+    return open_driver, Upgrade(daemons)
+
+
+def test_asyncio_program_reads_on(opened, request_of):
+    open_driver, upgrade = opened
 
     async def main() -> list[int]:
         async with AsyncDriver(open_driver) as driver:
@@ -214,6 +232,41 @@ def test_asyncio_program_reads_on(fakes, request_of):
 
     asked, expected = request_of("a")
     assert asyncio.run(main()) == expected
+    upgrade.finish()
+
+
+def test_idle_asyncio_program_outlives_the_drain_of_one_rank_and_the_end_of_another(
+    opened, request_of
+):
+    open_driver, upgrade = opened
+    staying, leaving = upgrade.daemons
+
+    def tries_again():
+        return staying.operations.count("PrepareAttach") > 2
+
+    async def main() -> list[int]:
+        async with AsyncDriver(open_driver) as driver:
+            staying.gate.draining = True
+            leaving.kill()
+            await asyncio.to_thread(wait_until, tries_again, "it tries again")
+            upgrade.follow(1)
+            staying.gate.draining = False
+            return [token async for each in driver.generate(asked) for token in each.token_ids]
+
+    asked, expected = request_of("a")
+    assert asyncio.run(main()) == expected
+
+
+def test_driver_that_waits_attaches_to_the_successor(fakes, connect):
+    daemons = fakes(2)
+    upgrade = Upgrade(daemons)
+    upgrade.begin(1)
+    with pytest.raises(WorkerShutsDown, match=r"rank 1 at .*attach\(wait_s=SECONDS\)"):
+        connect(daemons, 2).attach()
+    upgrade.run(1)
+    group = connect(daemons, 2)
+    group.attach(wait_s=60.0)
+    assert [status.worker_uid for status in group.get_status()] == [d.uid for d in daemons.daemons]
     upgrade.finish()
 
 

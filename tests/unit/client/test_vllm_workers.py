@@ -12,7 +12,7 @@ from rpc_schema.errors import DrainingError, ErrorCode, ErrorScope, WorkerDaemon
 from tests.support.fake_daemon import HELD, VOCAB_SIZE, FakeDaemon, Fault, reference_tokens
 from tests.support.waiting import wait_until
 from tests.unit.client.conftest import worker_config
-from worker_client.errors import ReplacementFailed, StepFailed, WorkerDied
+from worker_client.errors import ReplacementFailed, StepFailed, WorkerDied, WorkerShutsDown
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 from worker_client.steps.masks import StepMasks
 from worker_client.vllm.settings import Settings
@@ -243,6 +243,21 @@ def test_daemon_that_died_between_steps_is_replaced_with_the_next(opened):
     follow(daemons, 1)
     outcome = workers.outcome([workers.send(go_on())])
     assert isinstance(outcome, LostStep)
+    assert tokens(workers, begin(), go_on()) == expected(2)
+
+
+def test_dead_daemon_is_replaced_once_the_drain_of_another_is_undone(opened):
+    workers, daemons = opened(2)
+    tokens(workers, begin())
+    daemons[1].shut_down()
+    with pytest.raises(WorkerShutsDown):
+        workers.group.profiling.start()
+    daemons[0].gate.draining = True
+    follow(daemons, 1)
+    timer = threading.Timer(0.5, lambda: setattr(daemons[0].gate, "draining", False))
+    timer.start()
+    assert isinstance(workers.outcome([workers.send(go_on())]), LostStep)
+    timer.join()
     assert tokens(workers, begin(), go_on()) == expected(2)
 
 
