@@ -3,14 +3,14 @@ as devices do.
 
 At each call of one jit function by another, Triton 3.9 searches all of triton.language again for
 builtins to replace, although the running launch has replaced them already. At each operation, it
-makes a table of dtypes, and computes in int64 whether an integer overflows, for an assertion that
-only `debug` turns on. All that takes half of the run time. Other versions may lack these functions
-and are not changed.
+makes a table of dtypes, wraps each extent of a shape in objects anew, and computes in int64 whether
+an integer overflows, for an assertion that only `debug` turns on. All that takes most of the run
+time. Other versions may lack these functions and are not changed.
 """
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -77,12 +77,50 @@ class NumpyDtypes:
         return found
 
 
+class Shapes:
+    """Replaces `block_type.__init__` and `tensor.__init__` of triton.language by ones that wrap a
+    shape's extents once. Types and tensors share the wrapped shapes, which nothing changes."""
+
+    def __init__(self) -> None:
+        self._of_types: dict[tuple[int, ...], tuple[tl.tuple, int]] = {}
+        self._of_tensors: dict[tuple[int, ...], tuple[tl.tuple, tl.constexpr]] = {}
+        self._check_type = tl.block_type.__init__
+        self._check_tensor = tl.tensor.__init__
+
+    def init_type(self, block: tl.block_type, element_ty: tl.dtype, shape: Sequence[int]) -> None:
+        """Make a type as the original does, which checks each shape once."""
+        extents = tuple(getattr(extent, "value", extent) for extent in shape)
+        found = self._of_types.get(extents)
+        if found is None:
+            self._check_type(block, element_ty, shape)
+            self._of_types[extents] = block.shape, block.numel
+            return
+        block.element_ty = element_ty
+        block.shape, block.numel = found
+        block.name = f"<{extents}, {element_ty}>"
+
+    def init_tensor(self, tensor: tl.tensor, handle: object, type: tl.dtype) -> None:
+        """Make a tensor as the original does."""
+        extents = tuple(type.shape.values) if type.is_block() else ()
+        found = self._of_tensors.get(extents)
+        if found is None:
+            self._check_tensor(tensor, handle, type)
+            self._of_tensors[extents] = tensor.shape, tensor.numel
+            return
+        tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
+        tensor.shape, tensor.numel = found
+
+
 def speed_up(patch: pytest.MonkeyPatch) -> None:
     """Apply the speed-ups until `patch` is undone, if this Triton has the known functions."""
     if hasattr(interpreter, "_LangPatchScope") and hasattr(interpreter, "_patch_lang"):
         patch.setattr(interpreter, "_patch_lang", PatchOnce(interpreter._patch_lang))
     if hasattr(interpreter, "_get_np_dtype"):
         patch.setattr(interpreter, "_get_np_dtype", NumpyDtypes(interpreter._get_np_dtype))
+    if all(hasattr(tl.core, name) for name in ("tuple", "tuple_type", "constexpr_type")):
+        shapes = Shapes()
+        patch.setattr(tl.block_type, "__init__", lambda *given: shapes.init_type(*given))
+        patch.setattr(tl.tensor, "__init__", lambda *given: shapes.init_tensor(*given))
     builder = interpreter.interpreter_builder
     if hasattr(builder.options, "sanitize_overflow") and not builder.options.debug:
         options = dataclasses.replace(builder.options, sanitize_overflow=False)

@@ -162,7 +162,9 @@ def test_decode_with_empty_sequences_clears_every_padding_row() -> None:
         check(batch, None, num_splits=num_splits)
 
 
-@pytest.mark.parametrize(("window", "num_splits"), [(None, 1), (21, 1), (None, 3), (40, 2)])
+@pytest.mark.parametrize(
+    ("window", "num_splits"), [exhaustively(None, 1), (21, 1), (None, 3), (40, 2)]
+)
 def test_a_few_queries_of_a_sequence_share_a_tile(window: int | None, num_splits: int) -> None:
     """As after drafts: as many as a sequence has, down to one; the tile has 16 rows or more."""
     for shape, lengths in (
