@@ -12,7 +12,7 @@ CLIENTS_VENV ?= build/clients-venv
 CLIENTS_STAMP := build/clients-venv/.installed
 PYTEST := $(BIN)/python -m pytest
 # More processes than cores, as tests of faults wait for deadlines; a file's tests share daemons; slow files come first.
-SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
+SPREAD := -n 4 --dist loadfile --no-loadscope-reorder
 # Dozens of daemons and commands are started: each would compile its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -21,6 +21,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Of a shell's background job; what the tests start would ignore it too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+gc.disable()  # until all is collected: its many objects stay
+
 settings.register_profile("any host", deadline=None)  # a busy one is no failure
 settings.load_profile("any host")
 
@@ -33,6 +35,7 @@ def pytest_collection_finish() -> None:
     """Freeze imported objects: workers in this process collect garbage often."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
