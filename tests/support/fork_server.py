@@ -67,6 +67,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    assert not {"huggingface_hub", "transformers"} & sys.modules.keys(), "they read HF_* on import"
     channel = socket.socket(fileno=int(sys.argv[1]))
     if _num_threads() > 1:
         return  # a fork would lack the others
