@@ -16,7 +16,7 @@ from tests.support.one_thread import one_thread
 
 pytestmark = pytest.mark.slow
 
-NUM_UPDATES = 12
+NUM_UPDATES = 8
 CLOSE = 1e-4
 """In nats; float32."""
 
@@ -35,7 +35,7 @@ def test_run_with_kills_equals_the_undisturbed_one(tmp_path):
     undisturbed, rewards = run(tmp_path / "undisturbed")
     assert undisturbed.deaths.total() == 0
     victims = ["trainer", "driver", f"daemon {rng.randrange(2)}"]
-    kills = [Kill(rng.randrange(8), rng.uniform(0.0, 0.2), victim) for victim in victims]
+    kills = [Kill(rng.randrange(4), rng.uniform(0.0, 0.2), victim) for victim in victims]
     disturbed, again = run(tmp_path / "disturbed", kills)
     assert disturbed.deaths.keys() == {*victims}
     assert again == rewards
