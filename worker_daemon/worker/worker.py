@@ -5,7 +5,6 @@ server/lifecycle.py has checked that each call is legal. Used on the step thread
 calls abort_link, dump_link and check_device.
 """
 
-import gc
 import logging
 import sys
 import time
@@ -50,6 +49,7 @@ from worker_daemon.runner.kv_cache import KVMemory
 from worker_daemon.runner.output import PendingOutput
 from worker_daemon.worker.describing import describe, memory_by_kind
 from worker_daemon.worker.description import WorkerDescription
+from worker_daemon.worker.frozen_start import FrozenStart
 from worker_daemon.worker.host_memory import (
     check_host_memory,
     host_tier_bytes,
@@ -111,6 +111,7 @@ class Worker:
         self._model_or_none: LoadedModel | None = None
         self._serving_or_none: Serving | None = None
         self._max_kv_host_bytes = max_kv_host_bytes
+        self._frozen_start = FrozenStart()
         self._host_rows: HostRows | None = None
         """The host tier's memory. Like the KV cache it outlives drivers, and ends with a reset."""
 
@@ -250,9 +251,7 @@ class Worker:
             with self._device.opened.ledger.taking("graphs"):
                 serving.capture_graphs()
             serving.take_memory_of_steps(message)
-            # The start-up objects stay alive, so the garbage collector need not visit them again.
-            gc.collect()
-            gc.freeze()
+            self._frozen_start.freeze()
             self._model.memory.prepare()
             _LOG.info("%d graphs, ready in %.1f s", serving.num_graphs, time.monotonic() - began)
             self._log_memory()
@@ -749,9 +748,7 @@ class Worker:
         if model is not None and message.to != "MODEL_LOADED":
             model.memory.close()
         del model
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()  # until the next reset; mostly modules
+        self._frozen_start.collect(has_model=self._model_or_none is not None)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if self._profiler.is_recording:

@@ -1,6 +1,8 @@
 """A worker's refusals, after which it keeps serving: models, plans, sizes, failing steps."""
 
+import gc
 import json
+import weakref
 
 import msgspec
 import pytest
@@ -41,6 +43,29 @@ def refused(error_type, field, call, *args, **kwargs):
 
 
 # Resets and reloads.
+
+
+def test_only_what_a_first_start_made_is_frozen(make_worker, llama, qwen):
+    """Later resets need not visit the objects of all modules, and collect the model all the same:
+    even one that has come into a cycle."""
+    driver = WorkerDriver(make_worker())
+    driver.init_device()
+    driver.serve("llama")
+    driver.reset("MODEL_LOADED")
+    driver.profile()
+    driver.allocate()
+    driver.warm_up()
+    for model in ("qwen", "llama"):
+        decoder = driver.worker._model.stage
+        vars(decoder)["own"] = decoder
+        gone = weakref.ref(decoder)
+        del decoder
+        driver.reset("DEVICE_READY")
+        assert gone() is None
+        num_frozen = gc.get_freeze_count()
+        assert num_frozen > 0
+        driver.serve(model)
+        assert gc.get_freeze_count() <= num_frozen
 
 
 @pytest.mark.parametrize("level", ["MODEL_LOADED", "DEVICE_READY", "CREATED"])
