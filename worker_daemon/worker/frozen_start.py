@@ -12,7 +12,7 @@ class FrozenStart:
     def __init__(self) -> None:
         self._has_frozen = False
         self._holds_model = False
-        """Whether the frozen objects are also those of a model."""
+        """True while the frozen objects include those of a model."""
 
     def freeze(self) -> None:
         """Freeze what lives, the first time; called with a model that is ready."""
