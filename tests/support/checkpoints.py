@@ -12,7 +12,7 @@ independent reference.
 import copy
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -93,6 +93,19 @@ SIZES: Mapping[str, object] = {
 }
 
 
+_ROTATE_BY_LENGTH = frozenset(("dynamic", "longrope"))
+"""Types of rotation that change with the tokens so far: a pass over all of them differs."""
+
+
+def _rope_types(parameters: Mapping[str, object] | None) -> Iterator[object]:
+    """Yield the types of rotation of a configuration, whose layers may have several."""
+    for name, value in (parameters or {}).items():
+        if name == "rope_type":
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _rope_types(value)
+
+
 class NearTie(Exception):
     """A greedy token of the reference is not clearly the best: choose another seed."""
 
@@ -132,8 +145,25 @@ class Checkpoint:
         return self._greedy[key]
 
     def expected(self, prompt: Sequence[int], max_tokens: int, found: Sequence[int]) -> list[int]:
-        """Return the tokens that `found` must equal: those of greedy, whatever was found."""
+        """Return the tokens that `found` must equal: those of greedy, whatever was found. One
+        forward pass shows it, in a tenth of greedy's time, if each token that was found is clearly
+        the best one after those before it."""
+        key = (tuple(map(int, prompt)), max_tokens, (), 0)
+        if key not in self._greedy and len(found) == max_tokens and self._are_best(prompt, found):
+            self._greedy[key] = list(found)
         return self.greedy(prompt, max_tokens)
+
+    def _are_best(self, prompt: Sequence[int], found: Sequence[int]) -> bool:
+        """Say that tokens are those of greedy; False if one pass cannot show it."""
+        rope = getattr(self.model.config.get_text_config(), "rope_parameters", None)
+        may_stop = self.model.generation_config.eos_token_id is not None
+        if may_stop or not _ROTATE_BY_LENGTH.isdisjoint(_rope_types(rope)):
+            return False
+        logprobs = self.logprobs([*map(int, prompt), *found])[len(prompt) - 1 : -1]
+        best = logprobs.topk(2)
+        margins = best.values[:, 0] - best.values[:, 1]
+        is_clear = bool((margins >= self.least_margin).all())
+        return is_clear and best.indices[:, 0].tolist() == list(found)
 
     def processed(
         self,
