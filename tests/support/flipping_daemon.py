@@ -46,12 +46,15 @@ class FlipsFile:
 class FlippingDaemons(ForkedDaemons):
     """Local daemons with a file each."""
 
-    def __init__(self, num_daemons: int, model_root: Path, directory: Path) -> None:
+    def __init__(
+        self, num_daemons: int, model_root: Path, directory: Path, python: str = sys.executable
+    ) -> None:
+        """python: the interpreter of the daemons' environment."""
         self.flips = [FlipsFile(directory / f"{rank}.flips") for rank in range(num_daemons)]
 
         def command(endpoint: str, device: str, pipe: int) -> Sequence[str]:
             path = directory / f"{int(endpoint.rpartition('/w')[2])}.flips"
-            entry = (sys.executable, "-m", "tests.support.flipping_daemon", str(path))
+            entry = (python, "-m", "tests.support.flipping_daemon", str(path))
             options = ("serve", "--endpoint", endpoint, "--device", device)
             roots = ("--model-root", str(model_root), "--exit-with-parent-fd", str(pipe))
             return (*entry, *options, *roots)

@@ -196,6 +196,9 @@ def vllm_config(**changes: Any) -> Any:
             "gpu_memory_utilization": 0.9,
             "kv_cache_memory_bytes": None,
             "cache_dtype": "auto",
+            "enable_prefix_caching": True,
+            "kv_offloading_backend": "native",
+            "kv_offloading_size": None,
         },
         "load_config": {"load_format": "auto"},
     }

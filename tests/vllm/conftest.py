@@ -11,7 +11,7 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 os.environ |= {
@@ -99,12 +99,17 @@ def ours(endpoints):
 
 @pytest.fixture(scope="session")
 def engine(endpoints, model_root):
-    """A vllm.LLM on the first pp * tp daemons."""
+    """A vllm.LLM on the first pp * tp daemons, or on others."""
     from vllm import LLM  # eight seconds
 
     @contextlib.contextmanager
     def serve(
-        path: Path, pp: int = 1, tp: int = 1, settings: object = (), **options: object
+        path: Path,
+        pp: int = 1,
+        tp: int = 1,
+        settings: object = (),
+        on: Sequence[str] = endpoints,
+        **options: object,
     ) -> Iterator[LLM]:
         chosen = {
             "block_size": BLOCK_SIZE,
@@ -119,7 +124,7 @@ def engine(endpoints, model_root):
         }
         section = {"reload": True, "force": True, "lora_root": str(model_root), **dict(settings)}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("WORKER_DAEMON_ENDPOINTS", ",".join(endpoints[: pp * tp]))
+            patch.setenv("WORKER_DAEMON_ENDPOINTS", ",".join(on[: pp * tp]))
             llm = LLM(
                 str(path),
                 pipeline_parallel_size=pp,

@@ -29,6 +29,7 @@ from worker_client.requests import SamplingParams
 from worker_client.scheduler_output import SchedulerOutput
 from worker_client.steps.cached_blocks import CachedBlocks
 from worker_client.steps.encoded_step import EncodedStep, bitmap_of
+from worker_client.steps.host_moves import HostMoves
 from worker_client.steps.masks import StepMasks
 
 POISON = 5
@@ -100,14 +101,33 @@ class Faults:
     """A daemon dies; its successor has an empty cache."""
     expires: float = 0.0
     """The lease expires."""
+    flips: float = 0.0
+    """A block that a step loads has changed in host memory."""
+
+
+class HostSlot(NamedTuple):
+    """A block in host memory."""
+
+    tag: bytes
+    name: bytes
+    places: dict[int, tuple[int, bytes]]
+    """KV group and content at each offset."""
 
 
 class ModelledDaemons:
     """What outlives a driver: the KV cache, and the notes of its blocks."""
 
     def __init__(
-        self, groups: Sequence[BlockGroup], num_blocks: int, source: random.Random, faults: Faults
+        self,
+        groups: Sequence[BlockGroup],
+        num_blocks: int,
+        source: random.Random,
+        faults: Faults,
+        num_host_blocks: int = 0,
     ) -> None:
+        self.host: list[HostSlot | None] = [None] * num_host_blocks
+        """Host memory: what was stored in each slot, by steps that have succeeded."""
+        self.num_loaded = self.num_invalid = 0
         self.groups = tuple(groups)
         self.num_blocks = num_blocks
         self.source = source
@@ -125,6 +145,8 @@ class ModelledDaemons:
         self._given_at: dict[int, int] = {}
         """The step that has last given each block to a request that writes to it."""
         self.rows: dict[str, Row] = {}
+        self.invalid: list[int] = []
+        """Blocks that the last step was to load and that it has filled with NaN."""
         self._unsampled: dict[int, dict[str, tuple[Row, bool]]] = {}
         """Deferred requests of each step, and whether their logits are no numbers."""
 
@@ -137,6 +159,7 @@ class ModelledDaemons:
         """As a successor's: the cache is empty, and nothing is noted."""
         self.kv.clear()
         self.notes.clear()
+        self.host = [None] * len(self.host)
 
     def note(self, tag: bytes, blocks: CachedBlocks, after: int, distrusted: Sequence[int]) -> None:
         """Note blocks, but those that a later step has given away."""
@@ -153,6 +176,7 @@ class ModelledDaemons:
 
     def run(self, seq: int, output: SchedulerOutput, *, is_void: bool) -> dict[str, list[int]]:
         """Run a step; return what it samples. A void one may read anything."""
+        self._move(seq, output)
         counts = self._apply(seq, output)
         reads, writes = self._places(counts, is_void=is_void)
         assert reads.isdisjoint(writes), f"read in the step that writes: {reads & writes.keys()}"
@@ -216,7 +240,11 @@ class ModelledDaemons:
         return sampled
 
     def lose(self, seq: int, output: SchedulerOutput) -> None:
-        """Lose a step: nobody knows which of its places it has written."""
+        """Lose a step: nobody knows which of its places it has written, nor what it has stored in
+        host memory."""
+        for moves in self._moves(output):
+            for slot in moves.stored.slots:
+                self.host[slot] = None
         counts = self._apply(seq, output)
         _, writes = self._places(counts, is_void=True)
         for place, content in writes.items():
@@ -224,6 +252,41 @@ class ModelledDaemons:
             if lost is not None:
                 self.kv[place] = lost
         self.losses += 1
+
+    @staticmethod
+    def _moves(output: SchedulerOutput) -> list[HostMoves]:
+        return [each for each in output.extensions if isinstance(each, HostMoves)]
+
+    def _move(self, seq: int, output: SchedulerOutput) -> None:
+        """Store and load blocks, as the daemons do before a step."""
+        self.invalid = []
+        size = max(group.block_size for group in self.groups)
+        for moves in self._moves(output):
+            stored, loaded = moves.stored, moves.loaded
+            assert len({*stored.block_ids}) == len(stored.block_ids)
+            assert len({*stored.slots}) == len(stored.slots)
+            assert {*stored.slots}.isdisjoint(loaded.slots)
+            for block, slot, name in zip(*stored, strict=True):
+                found = ((offset, self.kv.get(Place(block, offset))) for offset in range(size))
+                places = {offset: own for offset, own in found if own is not None}
+                self.host[slot] = HostSlot(moves.tag, name, places)
+            for block, slot, name in zip(*loaded, strict=True):
+                self.num_loaded += 1
+                self._given_at[block] = seq
+                self.notes.pop(block, None)
+                own = self.host[slot]
+                is_known = own is not None and (own.tag, own.name) == (moves.tag, name)
+                is_known = is_known and self.source.random() >= self.faults.flips
+                group = int.from_bytes(name[-4:], "big")
+                places = dict.fromkeys(range(size), (group, NO_NUMBER))
+                if is_known:
+                    places = own.places
+                else:
+                    self.num_invalid += 1
+                    self.invalid.append(block)
+                for offset in range(size):
+                    self.kv.pop(Place(block, offset), None)
+                self.kv |= {Place(block, offset): own for offset, own in places.items()}
 
     def _apply(self, seq: int, output: SchedulerOutput) -> dict[str, int]:
         """Apply a step's changes of rows; return the tokens of each request."""
@@ -362,12 +425,17 @@ class ModelledGroup:
         """Return the group as loaded."""
         first = self._daemons.groups[0]
         metadata = SimpleNamespace(
-            vocab_size=VOCAB_SIZE, hidden_size=64, generates=True, pooling=NO_POOLING
+            vocab_size=VOCAB_SIZE,
+            hidden_size=64,
+            generates=True,
+            pooling=NO_POOLING,
+            routed_experts=None,
         )
         loaded = SimpleNamespace(
             metadata=metadata,
             max_model_len=self._max_model_len,
             num_blocks=self._daemons.num_blocks,
+            num_host_blocks=len(self._daemons.host),
             block_size=first.block_size,
             groups=self._daemons.groups,
             keeps_state=False,
@@ -483,11 +551,14 @@ class ModelledGroup:
         if chance < faults.fails + faults.dies + faults.expires:
             self._lose(sent, chance)
             return
-        step = sent.step
+        step, invalid = sent.step, b""
         if step.is_later:
             sampled = daemons.sample(step.seq, step.extra_req_ids, sent.masks)
         else:
             sampled = daemons.run(step.seq, step.output, is_void=sent.is_void)
+            # Of several ranks, only one tells what it could not load.
+            if source.random() < 0.5:
+                invalid = np.array(daemons.invalid, "<i4").tobytes()
         numbers, req_ids = step.sampled()
         pairs = zip(np.frombuffer(numbers, "<u2").tolist(), req_ids, strict=True)
         slots = {req_id: slot for slot, req_id in pairs if req_id in sampled}
@@ -499,6 +570,7 @@ class ModelledGroup:
             rank=self._output_rank,
             slots=bitmap_of(np.array(list(slots.values()), "<u2").tobytes()),
             sampled_token_ids=np.array([t for r in slots for t in sampled[r]], "<i4").tobytes(),
+            invalid_blocks=invalid,
             num_sampled=bytes(len(sampled[r]) for r in slots) if step.num_drafts else b"",
         )
         self._replies.append((sent.future, reply))
@@ -539,8 +611,12 @@ class ModelledGroup:
 
     # ------------------------------------------------------------------ notes
 
-    def get(self, tag: bytes) -> CachedBlocks:
-        """Return the blocks that were noted."""
+    def get(self, tag: bytes, *, in_host_tier: bool = False) -> CachedBlocks:
+        """Return the blocks that were noted, or what is in host memory."""
+        if in_host_tier:
+            slots = enumerate(self._daemons.host)
+            held = {n: own.name for n, own in slots if own is not None and own.tag == tag}
+            return CachedBlocks.of(list(held), list(held.values()))
         notes = self._daemons.notes if tag == self._daemons.tag else {}
         return CachedBlocks.of(list(notes), list(notes.values()))
 

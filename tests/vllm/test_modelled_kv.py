@@ -114,6 +114,8 @@ class Server:
             "skip_tokenizer_init": True,
             **options,
         }
+        if daemons.host:
+            chosen["kv_offloading_size"] = 1.0
         if drafts:
             chosen["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts}
         config = EngineArgs(str(path), **chosen).create_engine_config()
@@ -275,6 +277,27 @@ CASES = {
         "faults": Faults(fails=0.02),
     },
     "drafts, grammars": {"drafts": 3, "patterned": 0.4, "pp": 2, "faults": Faults(fails=0.02)},
+    "host tier": {"num_blocks": 30, "num_host_blocks": 100},
+    "host tier, few slots": {"num_blocks": 30, "num_host_blocks": 12, "pp": 2},
+    "host tier, priorities": {
+        "num_blocks": 30,
+        "num_host_blocks": 60,
+        "scheduling_policy": "priority",
+        "faults": Faults(fails=0.03, dies=0.01, expires=0.01),
+    },
+    "host tier, flips": {
+        "num_blocks": 30,
+        "num_host_blocks": 100,
+        "pp": 2,
+        "poisoned": 0.1,
+        "faults": Faults(fails=0.02, flips=0.2),
+    },
+    "host tier, windows": {
+        "groups": [BlockGroup(8), BlockGroup(4, 12), BlockGroup(4, 12)],
+        "num_blocks": 90,
+        "num_host_blocks": 300,
+        "faults": Faults(fails=0.02, flips=0.02),
+    },
     "large steps": {"max_num_batched_tokens": 512, "max_num_seqs": 16, "num_blocks": 400},
 }
 
@@ -290,6 +313,7 @@ def runs(name: str):
             options.pop("num_blocks", 100),
             source,
             options.pop("faults", Faults()),
+            options.pop("num_host_blocks", 0),
         )
         yield source, daemons, options
 
@@ -322,7 +346,7 @@ def texts(model):
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_read_finds_its_own_tokens(model, texts, name):
-    losses = shared = 0
+    losses = shared = loaded = invalid = 0
     for source, daemons, options in runs(name):
         requests = drawn(source, options.pop("poisoned", 0.0), options.get("patterned", 0.0))
         asked = {f"r{number}": each for number, each in enumerate(requests)}
@@ -333,12 +357,17 @@ def test_each_read_finds_its_own_tokens(model, texts, name):
         server.check_nothing_is_left(asked)
         server.close()
         losses, shared = losses + daemons.losses, shared + daemons.num_shared
+        loaded, invalid = loaded + daemons.num_loaded, invalid + daemons.num_invalid
         assert (daemons.num_accepted > 0) == (daemons.num_refused > 0) == ("drafts" in CASES[name])
     assert losses > 0 or "faults" not in CASES[name]
     assert (shared > 0) == CASES[name].get("enable_prefix_caching", True)
+    assert (loaded > 0) == ("num_host_blocks" in CASES[name])
+    assert (invalid > 0) == (CASES[name].get("faults", Faults()).flips > 0)
 
 
-@pytest.mark.parametrize("name", ["few blocks", "dead daemons", "NaN", "windows"])
+@pytest.mark.parametrize(
+    "name", ["few blocks", "dead daemons", "NaN", "windows", "host tier, priorities"]
+)
 def test_next_server_begins_with_what_the_last_has_noted(model, monkeypatch, name):
     """Servers end at any time, and their requests with them."""
     monkeypatch.setattr("worker_client.vllm.prefix_notes.ROUND_S", 0.0)
@@ -402,7 +431,7 @@ def cached_hashes(core):
     )
 
 
-@pytest.mark.parametrize("name", ["few blocks", "dead daemons", "NaN"])
+@pytest.mark.parametrize("name", ["few blocks", "dead daemons", "NaN", "host tier, flips"])
 def test_router_gets_a_consistent_stream_after_a_restart(model, monkeypatch, name):
     """The daemons have notes of an earlier server, which announced nothing."""
     from vllm.config import KVEventsConfig

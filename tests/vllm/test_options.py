@@ -66,6 +66,12 @@ def warnings():
     logger.removeHandler(handler)
 
 
+def offloading(role="kv_both", **extra):
+    """Return vLLM's kv_transfer_config for host memory."""
+    name = "OffloadingConnector"
+    return {"kv_connector": name, "kv_role": role, "kv_connector_extra_config": extra}
+
+
 SERVED = {
     "plain": {},
     "eager": {"enforce_eager": True},
@@ -148,6 +154,32 @@ def test_served_options(configured, warnings, case):
     assert warnings == []
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_offloading_size": 1.0},
+        {"kv_transfer_config": offloading(cpu_bytes_to_use=1 << 30)},
+        {"kv_offloading_size": 1.0, "kv_transfer_config": {"kv_role": "kv_both"}},
+    ],
+    ids=["size", "connector", "both"],
+)
+def test_host_memory_is_divided_among_ranks(configured, warnings, options):
+    made = configured(tensor_parallel_size=2, pipeline_parallel_size=2, **options)
+    for config in (made, dataclasses.replace(made, shutdown_timeout=5)):
+        own = worker_config(config, settings_of(config), "/here")
+        assert own.cache.kv_host_memory_bytes == 1 << 28
+        assert config.kv_transfer_config.kv_connector == "HostTierConnector"
+        assert not config.scheduler_config.disable_hybrid_kv_cache_manager
+    assert warnings == []
+
+
+def test_what_becomes_of_a_block_that_does_not_match_is_no_option(configured, warnings):
+    transfer = offloading(cpu_bytes_to_use=1 << 30)
+    configured(kv_transfer_config={**transfer, "kv_load_failure_policy": "recompute"})
+    (said,) = warnings
+    assert said.startswith("kv_transfer_config.kv_load_failure_policy has no effect")
+
+
 @pytest.mark.parametrize("architecture", MODELS)
 def test_what_vllm_derives_for_a_model_is_no_option(configured, warnings, architecture):
     for eager in (False, True):
@@ -195,7 +227,25 @@ REFUSED = {
         "collect_detailed_traces": ["all"],
         "otlp_traces_endpoint": "http://localhost:4317",
     },
-    "kv_offloading_size": {"kv_offloading_size": 1.0},
+    "kv_offloading_size": {"kv_offloading_size": 1.0, "enable_prefix_caching": False},
+    "kv_offloading_backend": {"kv_offloading_size": 1.0, "kv_offloading_backend": "lmcache"},
+    "kv_transfer_config.kv_connector": {
+        "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    },
+    "kv_transfer_config.kv_role": {
+        "kv_transfer_config": offloading("kv_producer", cpu_bytes_to_use=1 << 30)
+    },
+    "kv_transfer_config.kv_connector_extra_config.cpu_bytes_to_use": {
+        "kv_transfer_config": offloading()
+    },
+    "kv_transfer_config.kv_connector_extra_config.spec_name": {
+        "kv_transfer_config": offloading(
+            cpu_bytes_to_use=1 << 30, spec_name="TieringOffloadingSpec"
+        )
+    },
+    "kv_transfer_config.kv_port": {
+        "kv_transfer_config": {**offloading(cpu_bytes_to_use=1 << 30), "kv_port": 5}
+    },
     "kv_cache_dtype_skip_layers": {"kv_cache_dtype_skip_layers": ["0"]},
     "disable_sliding_window": {"disable_sliding_window": True},
     "model_impl": {"model_impl": "transformers"},

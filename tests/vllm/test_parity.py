@@ -90,10 +90,12 @@ def as_vllm(request):
     return {"prompt_token_ids": request.prompt.tolist()}, params
 
 
-def run_vllm(llm, requests):
+def run_vllm(llm, requests, adapter=None):
     """Return vLLM's output of each request."""
     given = [as_vllm(each) for each in requests]
-    outputs = llm.generate([g[0] for g in given], [g[1] for g in given], use_tqdm=False)
+    outputs = llm.generate(
+        [g[0] for g in given], [g[1] for g in given], use_tqdm=False, lora_request=adapter
+    )
     return {request.id: output for request, output in zip(requests, outputs, strict=True)}
 
 

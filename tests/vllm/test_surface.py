@@ -11,12 +11,14 @@ from pathlib import Path
 
 import msgspec
 import vllm
-from vllm.config import PoolerConfig, VllmConfig
+from vllm.config import KVTransferConfig, PoolerConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.platforms.interface import Platform
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockHashToBlockMap
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.core.sched import output as sched
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -46,6 +48,7 @@ DATACLASSES = (
     sched.GrammarOutput,
     ModelRunnerOutput,
     VllmConfig,
+    KVTransferConfig,
     PoolerConfig,
 )
 
@@ -82,6 +85,10 @@ def surface():
         "request": methods(Request, ["__init__", "update_block_hashes"]),
         "blocks": methods(KVCacheBlock, ["set_block_hash"])
         | methods(BlockHashToBlockMap, ["insert"]),
+        "connector": methods(KVConnectorBase_V1, public(KVConnectorBase_V1))
+        | methods(SupportsHMA, public(SupportsHMA)),
+        "evictions": methods(KVCacheMetricsCollector, public(KVCacheMetricsCollector))
+        | {"name": str(inspect.signature(make_block_hash_with_group_id))},
         "tuples": {each.__name__: each._fields for each in (LogprobsLists, LogprobsTensors)},
         "structs": {s.__name__: [f.name for f in msgspec.structs.fields(s)] for s in STRUCTS},
         "dataclasses": {d.__name__: [f.name for f in dataclasses.fields(d)] for d in DATACLASSES},

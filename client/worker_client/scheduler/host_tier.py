@@ -12,8 +12,8 @@ from worker_client.steps.host_moves import HostMoves, MovedBlocks
 
 
 class TierSlots:
-    """Slots and their contents, the least recently used first. A key is a block's hash and a byte
-    for its KV group. Owned by RequestBlocks.
+    """Slots and their contents, the least recently used first. A key names contents: it has a
+    block's hash and KV group. All keys have one length. Owned by RequestBlocks, or by vLLM's side.
 
     Contents that are loaded stay in their slot: when their block is evicted again, nothing has to
     be copied.

@@ -99,6 +99,7 @@ def worker_config(
             gpu_memory_utilization=cache.gpu_memory_utilization,
             kv_cache_memory_bytes=cache.kv_cache_memory_bytes,
             kv_cache_dtype=_CACHE_DTYPES[str(cache.cache_dtype)],
+            kv_host_memory_bytes=_rank_bytes(vllm_config),
         ),
         graph=GraphConfig(enforce_eager=model.enforce_eager),
         lora=LoraConfig()
@@ -161,8 +162,69 @@ def check_config(vllm_config: Any) -> None:
     scheduler_cls = getattr(vllm_config.scheduler_config, "scheduler_cls", None)
     if isinstance(scheduler_cls, str):
         _refuse("scheduler_cls", scheduler_cls, "leave it out: ours survives lost steps")
+    host_tier_bytes(vllm_config)
     if vllm_config.scheduler_config.async_scheduling is False and not pools(vllm_config):
         _refuse("async_scheduling", False, "leave it out: steps are sent ahead of their results")
+
+
+MEMORY_KEY: Final = "cpu_bytes_to_use"
+"""Key of kv_connector_extra_config with the size of all ranks' host memory for KV blocks."""
+_CONNECTORS: Final = ("OffloadingConnector", "HostTierConnector")
+"""vLLM's connector to host memory, and ours that takes its place."""
+_GIB: Final = 1 << 30
+_MOST_BYTES: Final = 1 << 62
+
+
+def host_tier_bytes(vllm_config: Any) -> int:
+    """Return the size of the host tier, of all ranks together; 0: there is none.
+
+    Raises:
+        ClientConfigError: another place for KV blocks is asked for, or another kind of tier.
+    """
+    cache, transfer = vllm_config.cache_config, vllm_config.kv_transfer_config
+    size = cache.kv_offloading_size
+    if cache.kv_offloading_backend != "native":
+        fix = "leave it out: blocks go to the host memory of the daemons"
+        _refuse("kv_offloading_backend", cache.kv_offloading_backend, fix)
+    if transfer is not None:
+        _check_transfer(transfer, needs_connector=size is None)
+    if size is None and transfer is None:
+        return 0
+    if not cache.enable_prefix_caching:
+        field = "kv_transfer_config" if size is None else "kv_offloading_size"
+        _refuse(field, transfer if size is None else size, "use it with --enable-prefix-caching")
+    if size is not None:
+        if not 1 <= size * _GIB < _MOST_BYTES:
+            _refuse("kv_offloading_size", size, "give GiB of all ranks together, or leave it out")
+        return int(size * _GIB)
+    given: Any = transfer.kv_connector_extra_config.get(MEMORY_KEY)
+    if (
+        isinstance(given, bool)
+        or not isinstance(given, int | float)
+        or not 1 <= given < _MOST_BYTES
+    ):
+        field = f"kv_transfer_config.kv_connector_extra_config.{MEMORY_KEY}"
+        _refuse(field, given, "give bytes of all ranks together")
+    return int(given)
+
+
+def _check_transfer(transfer: Any, *, needs_connector: bool) -> None:
+    """Check the connector that is named. needs_connector: no other option chooses it."""
+    section, name = "kv_transfer_config", transfer.kv_connector
+    if name not in _CONNECTORS and (needs_connector or name is not None):
+        _refuse(f"{section}.kv_connector", name, f"use {_CONNECTORS[0]}, or --kv-offloading-size")
+    if transfer.kv_role not in ("kv_both", None):
+        fix = "use kv_both: prefill apart from decode is not served through vLLM"
+        _refuse(f"{section}.kv_role", transfer.kv_role, fix)
+    for key, value in transfer.kv_connector_extra_config.items():
+        if key != MEMORY_KEY:
+            _refuse(f"{section}.kv_connector_extra_config.{key}", value, "leave it out")
+
+
+def _rank_bytes(vllm_config: Any) -> int:
+    """Return a rank's share of the host tier, not 0 if there is one."""
+    size = host_tier_bytes(vllm_config)
+    return -(-size // parallel_config(vllm_config).world_size)
 
 
 _MOST_DRAFTS: Final[Mapping[str, int]] = MappingProxyType(

@@ -30,11 +30,13 @@ class Operations:
         model: LoadedGroup,
         flush: Callable[[], None],
         changes: WeightChanges,
+        forget_tier: Callable[[], None],
         *,
         pools: bool,
     ) -> None:
         """flush ends requests on the workers that vLLM has ended; what drops rows would otherwise
-        count them as lost. pools: the server's requests pool, instead of generating."""
+        count them as lost. forget_tier forgets what is in host memory. pools: the server's requests
+        pool, instead of generating."""
         self._pools = pools
         self._changes = changes
         self._workers = workers
@@ -42,6 +44,9 @@ class Operations:
         self._flush = flush
         self._are_weights_lost = False
         """They were discarded, and not loaded again."""
+        self._forget_tier = forget_tier
+        self._adapter_names: set[str] = set()
+        """vLLM's, of adapters that were read: its hashes of blocks have no more of them."""
         self._added: set[int] = set()
         """Ids of the adapters that this server has added; an earlier one may have read others."""
         self._by_name: Mapping[str, _Operation] = MappingProxyType(
@@ -121,6 +126,9 @@ class Operations:
             if (other == lora_id) != (known.name == name):  # an earlier server's
                 self._group.loras.remove(other)
         if load_inplace or lora_id not in self._added or lora_id not in self._group.loras.known:
+            if request.lora_name in self._adapter_names:
+                self._forget_tier()  # its weights may be others now
+            self._adapter_names.add(request.lora_name)
             self._read_lora(name, lora_id, load_inplace=load_inplace)
             self._added.add(lora_id)
 

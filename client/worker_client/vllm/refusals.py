@@ -37,6 +37,7 @@ IN_VLLM: Final[Mapping[str, str]] = MappingProxyType(
         "--key-file and --known-daemons, a driver keys=Keys(...)": _KEYS,
         "both --key-file and --known-daemons": _KEYS,
         "--key-file and --known-daemons": _KEYS,
+        "cache.kv_host_memory_bytes": "kv_offloading_size (each rank's kv_host_memory_bytes)",
         " (worker-client lora add NAME --replace)": "",
         "the file of --known-daemons": "the file of known_daemons",
         "the one in --known-daemons": "the one in known_daemons",

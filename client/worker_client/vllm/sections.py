@@ -60,6 +60,8 @@ SECTIONS: Final[Mapping[str, Section]] = MappingProxyType(
                 "cache_dtype",
                 "gpu_memory_utilization",
                 "kv_cache_memory_bytes",
+                "kv_offloading_backend",
+                "kv_offloading_size",
                 "num_gpu_blocks_override",
             ),
             own=("enable_prefix_caching", "prefix_caching_hash_algo"),
@@ -103,6 +105,13 @@ SECTIONS: Final[Mapping[str, Section]] = MappingProxyType(
                 "replay_endpoint",
                 "topic",
             )
+        ),
+        "kv_transfer_config": Section(
+            sent=("kv_connector", "kv_connector_extra_config", "kv_role"),
+            derived=("engine_id",),
+            idle={
+                "kv_load_failure_policy": Idle("blocks that do not match are computed again"),
+            },
         ),
         "load_config": Section(
             sent=("download_dir", "load_format"),
@@ -257,7 +266,13 @@ SECTIONS: Final[Mapping[str, Section]] = MappingProxyType(
 )
 """Sections that are not named have no field that may differ."""
 
-OPTIONAL: Final = ("kv_events_config", "lora_config", "reasoning_config", "speculative_config")
+OPTIONAL: Final = (
+    "kv_events_config",
+    "kv_transfer_config",
+    "lora_config",
+    "reasoning_config",
+    "speculative_config",
+)
 """Sections that are absent by default, and may be there."""
 
 _CLOSED: Final = Section()

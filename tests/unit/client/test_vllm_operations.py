@@ -50,7 +50,7 @@ def settings():
 def operations(weights, settings):
     workers = SimpleNamespace(group=SimpleNamespace(weights=weights), settings=settings)
     changes = WeightChanges()
-    made = Operations(workers, None, lambda: None, changes, pools=False)
+    made = Operations(workers, None, lambda: None, changes, lambda: None, pools=False)
     made.changes = changes
     return made
 

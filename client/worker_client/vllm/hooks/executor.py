@@ -11,6 +11,7 @@ import torch
 import vllm
 from huggingface_hub import snapshot_download
 from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
@@ -40,10 +41,12 @@ from worker_client.vllm.configuration import (
 )
 from worker_client.vllm.embedded_prompts import EmbeddedPrompts
 from worker_client.vllm.grammar_masks import read_masks
+from worker_client.vllm.hooks.connector import MovesOfStep
 from worker_client.vllm.hooks.embedded_rows import rows_of
 from worker_client.vllm.hooks.kv_cache import available_bytes, specs_of
 from worker_client.vllm.hooks.platform import WorkerDaemonPlatform
 from worker_client.vllm.hooks.scheduler import DaemonsOutput, WorkerDaemonScheduler
+from worker_client.vllm.offloaded_blocks import OffloadedBlocks
 from worker_client.vllm.operations import Operations
 from worker_client.vllm.outputs import LogprobRows, OutputReader, ResultColumns
 from worker_client.vllm.parent_watch import ParentWatch
@@ -149,8 +152,14 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         self._is_pooling = pools(config)
         changes = WeightChanges()
         self._workers.group.weights.on_version = changes.note
+        self._tier = self._host_tier(ours.cache.kv_host_memory_bytes)
         self._operations = Operations(
-            self._workers, self._model, self._flush, changes, pools=self._is_pooling
+            self._workers,
+            self._model,
+            self._flush,
+            changes,
+            self._forget_tier,
+            pools=self._is_pooling,
         )
         limits = group_limits(ours, self._model)
         self._embeds = self._embedded_prompts()
@@ -170,7 +179,11 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         """Output of each execute_model that sample_tokens follows."""
         self._noted = self._prefix_notes()
         config.scheduler_config.scheduler_cls = partial(
-            WorkerDaemonScheduler, translated=self._requests, noted=self._noted, weights=changes
+            WorkerDaemonScheduler,
+            translated=self._requests,
+            noted=self._noted,
+            weights=changes,
+            tier=self._tier,
         )
 
     def _embedded_prompts(self) -> EmbeddedPrompts | None:
@@ -189,9 +202,29 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         has_adapters = self.vllm_config.lora_config is not None
         if not cache.enable_prefix_caching or has_adapters or is_announced:
             return None
-        hashing = cache.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED")
-        tag = tag_of("vllm", vllm.__version__, *hashing, self._model.groups)
-        return PrefixNotes(self._workers.group, tag)
+        return PrefixNotes(self._workers.group, self._hash_tag())
+
+    def _host_tier(self, memory_bytes: int) -> OffloadedBlocks | None:
+        """Return the tier of the ranks' host memory, if they have some. With adapters, no server
+        finds another one's blocks: see _prefix_notes."""
+        if not memory_bytes:
+            return None
+        has_adapters = self.vllm_config.lora_config is not None
+        tag = tag_of(self._hash_tag(), os.urandom(16) if has_adapters else b"")
+        model = self._model
+        return OffloadedBlocks(
+            self._workers.group.prefixes,
+            make_block_hash_with_group_id,
+            model.groups,
+            model.num_host_blocks,
+            tag,
+        )
+
+    def _hash_tag(self) -> bytes:
+        """Return the name of vLLM's way to hash blocks."""
+        algorithm = self.vllm_config.cache_config.prefix_caching_hash_algo
+        hashing = algorithm, os.environ.get("PYTHONHASHSEED")
+        return tag_of("vllm", vllm.__version__, *hashing, self._model.groups)
 
     def get_kv_cache_specs(self) -> list[dict[str, Any]]:
         """Return one layer for each KV group of the daemons."""
@@ -239,6 +272,10 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         steps = self._writer.write(scheduler_output)
         if self._is_pooling:
             steps = [part for step in steps for part in split_by_outputs(step, self._requests)]
+        moves = scheduler_output.kv_connector_metadata
+        if isinstance(moves, MovesOfStep) and moves.moves:
+            # Before any of the parts: the first one may write to a block that is to be stored.
+            steps[0].extensions = (*steps[0].extensions, *moves.moves)
         sent = [self._workers.send(step) for step in steps]
         newest = sent[-1].future
         if self._noted is not None and newest is not None:
@@ -286,7 +323,9 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         if not isinstance(outcome, LostStep):
             if self._noted is not None:
                 self._noted.settle()
-            return _as_vllm(self._reader.read(pending.batch, outcome))
+            output = _as_vllm(self._reader.read(pending.batch, outcome))
+            output.invalid_blocks = frozenset(outcome.invalid_blocks)
+            return output
         if not outcome.is_known:
             gone = self._workers.group.slots.req_ids
             self._writer.end(gone)
@@ -314,10 +353,18 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         if self._noted is not None:
             self._noted.forget()
 
+    def _forget_tier(self) -> None:
+        if self._tier is not None:
+            self._tier.begin_anew()
+
     def _adapter_of(self, lora_id: int) -> RequestExtension:
         return self._workers.group.loras.known[lora_id].extension
 
     # ------------------------------------------------------------------ other operations
+
+    def get_kv_connector_handshake_metadata(self) -> list[Any]:
+        """Return none: the connector's other side is not vLLM's."""
+        return []
 
     def collective_rpc(
         self,

@@ -23,6 +23,7 @@ from worker_client.vllm.settings import LOGGER, settings_of
 _LOG = init_logger(LOGGER)
 _EXECUTOR: Final = "worker_client.vllm.hooks.executor.WorkerDaemonExecutor"
 _DEFAULTS: Final = "worker_client.vllm.hooks.defaults.defaults_of"
+_CHOOSE_CONNECTOR: Final = "worker_client.vllm.hooks.connector.choose_connector"
 """Not imported here: vLLM makes its platform while it imports its configuration."""
 _WORKER: Final = "vllm.v1.worker.worker_base.WorkerBase"
 """vLLM looks at the signatures of this class; nobody makes one."""
@@ -74,6 +75,7 @@ class WorkerDaemonPlatform(Platform):  # type: ignore[misc]
         end_with_reason()
         settings_of(vllm_config)
         check_config(vllm_config)
+        resolve_obj_by_qualname(_CHOOSE_CONNECTOR)(vllm_config)
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
             parallel.worker_cls = _WORKER

@@ -1,7 +1,7 @@
 """vLLM's scheduler for workers that outlive a lost step."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from rpc_schema.kv_cache import NULL_BLOCK
 from worker_client.vllm.configuration import pools
+from worker_client.vllm.offloaded_blocks import OffloadedBlocks
 from worker_client.vllm.prefix_notes import PrefixNotes
 from worker_client.vllm.requests import Requests
 from worker_client.vllm.settings import LOGGER
@@ -36,6 +37,8 @@ class DaemonsOutput(ModelRunnerOutput):  # type: ignore[misc]
     """Failed requests: they got no token, or their pooled output is not finite."""
     begins_again: bool = False
     """The step is lost: the workers have no rows, and no block keeps its contents."""
+    invalid_blocks: frozenset[int] = frozenset()
+    """Blocks that the step was to load and that did not match."""
 
 
 class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
@@ -48,10 +51,11 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
         translated: Requests,
         noted: PrefixNotes | None,
         weights: WeightChanges,
+        tier: OffloadedBlocks | None,
         **kwargs: Any,
     ) -> None:
         """translated: the requests as the executor sends them. noted: what the daemons know of the
-        prefix cache; None if it is not to be kept."""
+        prefix cache; None if it is not to be kept. tier: where evicted blocks go; None: nowhere."""
         self._weights = weights
         self._num_seen = weights.count
         """Changes of the weights that the prefix cache knows of."""
@@ -61,8 +65,17 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
         self._sharing: set[str] = set()
         """Requests that have begun with blocks which others had filled."""
         self._is_pooling = pools(self.vllm_config)
+        groups = self.kv_cache_config.kv_cache_groups
+        self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
         if noted is not None:
             noted.restore(self.kv_cache_manager.block_pool)
+        self._tier = tier
+        if tier is not None:
+            assert self.kv_cache_manager.block_pool.hash_block_size == tier.unit
+            tier.read()
+            self.connector.use(tier)
+            # The daemons run steps in order, loads included: nothing writes to a block too late.
+            self.defer_block_free = False
 
     @property
     def _pause_state(self) -> PauseState:
@@ -115,6 +128,8 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
         pool = self.kv_cache_manager.block_pool
         cached = {block.block_id for block in pool.blocks if block.block_hash is not None}
         self.kv_cache_manager.evict_blocks(cached)
+        if self._tier is not None:
+            self._tier.forget_all()
         for request in self.requests.values():
             if request.num_computed_tokens:
                 salt_kept(request, self._weights.count)
@@ -126,7 +141,10 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
         if isinstance(model_runner_output, DaemonsOutput):
             if model_runner_output.begins_again:
                 self.reset_prefix_cache(reset_running_requests=True)
-            self._fail(model_runner_output.failed_req_ids)
+                if self._tier is not None:
+                    self._tier.read()
+            again = self._give_up(model_runner_output.invalid_blocks)
+            self._fail(r for r in model_runner_output.failed_req_ids if r not in again)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
@@ -142,7 +160,7 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
             request = self.requests.get(req_id)
             if request is None:
                 continue
-            self._distrust(req_id)
+            self._distrust(request)
             if request.num_stale_output_tokens:
                 continue  # from before it was preempted: it is computed again anyway
             if req_id in self._sharing:
@@ -150,19 +168,61 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
             else:
                 self.grammar_compile_error_reqs[req_id] = _NOT_FINITE
 
-    def _distrust(self, req_id: str) -> None:
-        by_group = self.kv_cache_manager.get_block_ids(req_id)
-        held = {block_id for own in by_group for block_id in own} - {NULL_BLOCK}
-        self.kv_cache_manager.evict_blocks(held)
+    def _give_up(self, invalid: frozenset[int]) -> Collection[str]:
+        """Compute the requests again that have one of these blocks, from there on; return their
+        ids. vLLM's own way, to go on with fewer computed tokens, is none that workers with rows
+        could follow, nor for several KV groups."""
+        if self._tier is None or not invalid:
+            return ()
+        self._drop(invalid)
+        again = []
+        for request in [*self.running]:
+            held = self.kv_cache_manager.get_block_ids(request.request_id)
+            pairs = zip(self._block_sizes, held, strict=True)
+            places = (i * size for size, own in pairs for i, b in enumerate(own) if b in invalid)
+            first = min(places, default=None)
+            if first is None:
+                continue
+            self._drop(self._blocks_from(first, request))
+            self._tier.distrust(request.block_hashes, first)
+            self._begin_again(request)
+            again.append(request.request_id)
+        return again
+
+    def _distrust(self, request: Request) -> None:
+        self._drop(self._blocks_from(0, request))
+        if self._tier is not None:
+            self._tier.distrust(request.block_hashes)
+
+    def _blocks_from(self, first: int, request: Request) -> set[int]:
+        """Return a request's blocks with tokens from `first` on."""
+        held = self.kv_cache_manager.get_block_ids(request.request_id)
+        pairs = zip(self._block_sizes, held, strict=True)
+        return {b for size, own in pairs for b in own[first // size :]} - {NULL_BLOCK}
+
+    def _drop(self, block_ids: Collection[int]) -> None:
+        """Let nobody share these blocks, this server's requests or those of the next."""
+        self.kv_cache_manager.evict_blocks(block_ids)
         if self._noted is not None:
-            self._noted.distrust(held)
+            self._noted.distrust(block_ids)
 
     def _begin_alone(self, request: Request) -> None:
         """Restart a request, without blocks of others."""
         request.skip_reading_prefix_cache = True
         if request.status == RequestStatus.RUNNING:
-            self.running.remove(request)
-            self._preempt_request(request, time.monotonic(), drop_stale_output=True)
+            self._begin_again(request)
+
+    def _begin_again(self, request: Request) -> None:
+        """Restart a running request."""
+        self.running.remove(request)
+        self._preempt_request(request, time.monotonic(), drop_stale_output=True)
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        """Take a request's blocks. One that leaves the step which is being planned leaves blocks
+        that vLLM has cached, and that nobody will fill."""
+        unfilled = self._blocks_from(request.num_computed_tokens, request)
+        self.kv_cache_manager.evict_blocks(unfilled)
+        super()._preempt_request(request, *args, **kwargs)
 
 
 def _mark_failed(outputs: Mapping[int, EngineCoreOutputs]) -> None:
