@@ -31,6 +31,9 @@ MAX_DRAFTS = 31
 MAX_LOOKUP = 32
 """Bound on prompt_lookup_max and prompt_lookup_min."""
 
+MAX_REDUNDANT_EXPERTS = 4096
+"""Bound on num_redundant_experts."""
+
 DraftMethod = Literal["none", "driver", "ngram", "suffix", "draft_model"]
 
 _MOST_DIGITS = 9
@@ -126,6 +129,13 @@ class ModelConfig(Value, frozen=True, kw_only=True):
     enable_return_routed_experts: bool = False
     """Keep the experts of each token with its KV, for requests that ask for them. Only for models
     with experts."""
+    enable_eplb: bool = False
+    """The experts that a rank has can change while it serves (MoveExperts), to balance the ranks'
+    loads. Needs enable_expert_parallel, and several ranks. Takes memory for one layer's experts
+    more."""
+    num_redundant_experts: Annotated[int, Meta(ge=0, le=MAX_REDUNDANT_EXPERTS)] = 0
+    """With enable_eplb, further copies of a layer's experts: all ranks have equally many slots for
+    its experts and these."""
 
 
 class SchedulerConfig(Value, frozen=True, kw_only=True):

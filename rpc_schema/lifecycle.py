@@ -34,6 +34,12 @@ from rpc_schema.config import (
     SpeculativeConfig,
     WorkerConfig,
 )
+from rpc_schema.expert_placement import (
+    MAX_EXPERTS,
+    ExpertMoves,
+    ExpertPlacement,
+    RankPlacement,
+)
 from rpc_schema.health import LoadState, ServingState, StatusHead
 from rpc_schema.host_tier import HostTierStatus
 from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
@@ -58,9 +64,6 @@ discarded: not mapped, without content to restore. lost: mapped, but the weights
 again."""
 SleepLevel = Literal[1, 2]
 
-
-_MAX_EXPERTS = 1024
-"""Experts of a layer: more than any model has."""
 
 MAX_EPOCH_STEP = 1 << 20
 """Limit on the difference between a daemon's last epoch and the next one. If another daemon of the
@@ -159,7 +162,7 @@ class ExpertLoad(Value, frozen=True, kw_only=True):
 
     layer: Count
     """Layer of the model."""
-    counts: Annotated[bytes, Meta(max_length=8 * _MAX_EXPERTS)]
+    counts: Annotated[bytes, Meta(max_length=8 * MAX_EXPERTS)]
     """Little-endian int64 [E], one count for each expert."""
 
 
@@ -231,6 +234,10 @@ class Status(StatusHead, frozen=True, forbid_unknown_fields=True, kw_only=True):
     if it is below the first root, the path from there. Empty below MODEL_LOADED."""
     host_tier: HostTierStatus | None = None
     """None without one."""
+    expert_placements: tuple[RankPlacement, ...] = ()
+    """One entry for each layer with experts of this stage; empty without enable_eplb."""
+    expert_moves: ExpertMoves | None = None
+    """None without enable_eplb."""
 
 
 class CommitAttachReply(ControlReply, frozen=True, tag=3, kw_only=True):
@@ -352,6 +359,9 @@ class LoadModel(StepRequest["LoadModelReply"], frozen=True, tag=13, kw_only=True
     """Identity of config.json and the weights, if `model` names a repository: SHA-256 over names,
     sizes and the hub's hashes (model_hub/cache.py). If the daemon's files have another one, nothing
     is loaded. None: unknown."""
+    expert_placements: Annotated[tuple[ExpertPlacement, ...], Meta(max_length=1024)] = ()
+    """With enable_eplb, by layer, at least of this stage: the placement that the other ranks have.
+    Empty: experts in order, then the redundant ones, which repeat them in order."""
 
 
 class LoadModelReply(StepReply, frozen=True, tag=13, kw_only=True):

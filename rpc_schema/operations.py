@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
-from rpc_schema import adoption, cached_blocks, drafts, lease, lora, step, trace, uploads
+from rpc_schema import (
+    adoption,
+    cached_blocks,
+    drafts,
+    expert_placement,
+    lease,
+    lora,
+    step,
+    trace,
+    uploads,
+)
 from rpc_schema import lifecycle as lc
 from rpc_schema import weight_transfer as wt
 from rpc_schema.base import ControlRequest, StepReply, StepRequest
@@ -205,6 +215,14 @@ _STEP_ROWS: Final[tuple[StepOperation[Any], ...]] = (
         wt.RecomputeRequests, wt.RecomputeRequestsReply, _STEP, waits_for_peers=True
     ),
     StepOperation(wt.UpdateConfig, step.Done, _LOADED),
+    # Placement of experts.
+    StepOperation(
+        expert_placement.MoveExperts,
+        expert_placement.MoveExpertsReply,
+        Rule(_from("MODEL_LOADED"), _UP, weights=_AWAKE),
+        waits_for_peers=True,
+    ),
+    StepOperation(expert_placement.SwitchExperts, step.Done, _WEIGHTS_AWAKE),
     # Sleep. The first at level 1 may have to page-lock host memory.
     StepOperation(lc.Sleep, lc.MemoryTagsReply, _LOADED, deadline_s=600.0, waits_for_peers=True),
     StepOperation(lc.WakeUp, lc.MemoryTagsReply, _LOADED, deadline_s=120.0, waits_for_peers=True),

@@ -26,6 +26,7 @@ from worker_client.errors import (
 from worker_client.group.adoption import AdoptedRequest, RankRow, merge, read_page
 from worker_client.group.attaching import LEASE_WAIT_S, Attachment
 from worker_client.group.drafts import GroupDrafts
+from worker_client.group.experts import GroupExperts
 from worker_client.group.failure_state import Answer, Change, FailureState, GroupRequest
 from worker_client.group.group_channel import SOLE_REPLICA, GroupChannel, ReplicaPlace
 from worker_client.group.group_channel import RankProgress as RankProgress
@@ -58,8 +59,8 @@ class WorkerGroup:
     """Owns the sockets to a group's daemons. Belongs to one thread; close() (or `with`) frees it.
 
     Order: attach(), prepare(config), then execute_model() as often as wanted. All but steps and
-    the group's own life is in `weights`, `memory` (sleep mode), `loras`, `uploads`, `prefixes`,
-    `drafts`, `profiling`, `watch` (liveness) and `lease`.
+    the group's own life is in `weights`, `experts`, `memory` (sleep mode), `loras`, `uploads`,
+    `prefixes`, `drafts`, `profiling`, `watch` (liveness) and `lease`.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class WorkerGroup:
         self.weights = GroupWeights(
             self._channel, self._steps, self._state, self._waiter, self.loras
         )
+        self.experts = GroupExperts(self._channel, self._steps, self._state, self._waiter)
         self.memory = GroupMemory(self._channel, self._steps, self._waiter)
         self.uploads = GroupUploads(self._channel)
         self.prefixes = GroupPrefixes(self._channel, self._steps)
@@ -244,6 +246,7 @@ class WorkerGroup:
             config,
             model,
             known.number if known is not None and known.identity.stamps else None,
+            self.experts.finish_switches,
             memory={} if self.memory.is_half_done else None,
         )
         place = None if endpoint is None else parse_endpoint(endpoint, self._keys)
@@ -327,6 +330,7 @@ class WorkerGroup:
             self.reset,
             partial(self.weights.reload, running=_while_reloading(config)),
             self.get_status,
+            self.experts.finish_switches,
             self.ranks[0],
             weights_version,
             state_checkpoints,

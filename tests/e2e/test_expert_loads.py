@@ -16,7 +16,7 @@ from tests.support.killed_driver import DriverNursery, Plan, begin
 from tests.support.serving import LONG_LEASE, generate, greedy_request, worker_config
 from tests.support.waiting import PATIENCE_S
 from worker_client.__main__ import app
-from worker_client.cli.expert_loads import loads_by_layer
+from worker_client.group.expert_loads import loads_by_layer
 from worker_client.worker_group import WorkerGroup
 
 ARCHITECTURE = "Qwen2MoeForCausalLM"

@@ -23,8 +23,8 @@ from tests.support.saving_daemons import saving_daemons
 from tests.support.serving import MAX_DAEMONS, greedy_request
 from tests.support.serving import worker_config as config_of
 from tests.support.waiting import wait_until
-from worker_client.cli.expert_loads import loads_by_layer
 from worker_client.driver import Driver
+from worker_client.group.expert_loads import loads_by_layer
 from worker_client.replicas.lockstep import LockstepScheduler
 from worker_client.scheduler import Scheduler, scheduler_limits
 from worker_client.trainer.sender import WeightSender

@@ -10,7 +10,7 @@ import torch
 from tests.support.checkpoints import make_checkpoint, prompts
 from tests.support.expert_counts import NearTie, expected_loads, read_counts
 from tests.support.serving import SHARED_GPU, connect, generate, greedy_request, worker_config
-from worker_client.cli.expert_loads import loads_by_layer
+from worker_client.group.expert_loads import loads_by_layer
 from worker_client.launcher import LocalDaemons
 from worker_daemon.layers.expert_loads import ExpertLoads
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 
 from tests.support.forked_daemons import ForkedDaemons
@@ -10,8 +11,9 @@ from worker_client.launcher import LocalDaemons, serve_command
 
 @contextmanager
 def saving_daemons(model_root: Path, *save_roots: Path | None) -> Iterator[LocalDaemons]:
-    """A daemon for each save root; None gives it none."""
-    roots = iter(save_roots)
+    """A daemon for each save root; None gives it none. A daemon that is restarted has that of the
+    first."""
+    roots = cycle(save_roots)
 
     def command(endpoint: str, device: str, pipe: int) -> Sequence[str]:
         root = next(roots)

@@ -59,8 +59,9 @@ class ClampedSwiGLU(NamedTuple):
 
 
 class ExpertMatrices(NamedTuple):
-    """The matrices of this rank's experts: numbers first to first + L of the model. In FP8 they
-    have scales, like Fp8Matrix; inputs of their products are not quantized."""
+    """The matrices of this rank's experts: numbers first to first + L of the model, or slots
+    (layers/expert_slots.py), which then stand for experts in RoutedTokens. In FP8 they have
+    scales, like Fp8Matrix; inputs of their products are not quantized."""
 
     gate_up: Tensor
     """[L, 2 I, H], contiguous, each expert's gate before its up"""
@@ -74,7 +75,7 @@ class ExpertMatrices(NamedTuple):
     down_scale: Tensor | None = None
     """float32 [L, H], or [L, ceil(H / 128), ceil(I / 128)]"""
     num_experts: int = 0
-    """E; 0 if this rank has all experts."""
+    """E, or the slots of all ranks; 0 if this rank has all experts."""
     gate_up_bias: Tensor | None = None
     """[L, 2 I], the gates' before the ups'; None without biases"""
     down_bias: Tensor | None = None

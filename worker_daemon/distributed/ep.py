@@ -47,6 +47,11 @@ class ReplicaExperts:
         return f"all-gather and reduce-scatter of {self.size} ranks, {library}"
 
     @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The link's process group; None without one."""
+        return self._group
+
+    @property
     def is_open(self) -> bool:
         """True within a forward pass in which any replica has tokens."""
         return self._num_rows > 0

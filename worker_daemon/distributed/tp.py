@@ -72,6 +72,10 @@ class TensorParallel(Protocol):
         """Return x [..., n] of all ranks, concatenated in rank order to [..., n * size]."""
 
     @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The link's process group; None without one."""
+
+    @property
     def all_reduce_name(self) -> str:
         """Name of the all-reduce implementation, as a daemon reports it."""
 
@@ -88,6 +92,7 @@ class SingleRank:
 
     rank = 0
     size = 1
+    group: dist.ProcessGroup | None = None
     all_reduce_name = "none"
 
     def bind(self, group: dist.ProcessGroup | None, peers: Peers | None = None) -> None:
@@ -116,6 +121,10 @@ class GroupTensorParallel:
         self._make_reducer = make_reducer
         self._group: dist.ProcessGroup | None = None
         self._reducer: Reducer | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self._group
 
     @property
     def all_reduce_name(self) -> str:

@@ -41,8 +41,8 @@ class ExpertPieces:
     num_experts: int
     intermediate_size: int
     hidden_size: int
-    experts: range
-    """Numbers of the rank's experts."""
+    experts: Sequence[int]
+    """Numbers of the rank's experts, in the order of their places."""
     inner: range
     """The rank's part of the inner size of each."""
 
@@ -72,20 +72,30 @@ class ExpertPieces:
                 name, shape[::-1], (inner, rows), target, arrange=_TRANSPOSED, packed=packed
             )
 
-    def gate_up_bias(self) -> Piece:
-        """Return the piece of a bias [experts of the rank, 2 I of the rank], gates first."""
+    def gate_up_bias(self) -> Iterator[Piece]:
+        """Yield the pieces of a bias [experts of the rank, 2 I of the rank], gates first."""
         name, shape = f"{self.prefix}.gate_up_proj_bias", (self.num_experts, self._gate_up_rows)
         columns = slice(2 * self.inner.start, 2 * self.inner.stop)
-        target = (slice(0, len(self.experts)), slice(0, 2 * len(self.inner)))
-        source = (slice(self.experts.start, self.experts.stop), columns)
-        return Piece(name, shape, source, target, "bias", arrange=_GATE_COLUMNS_FIRST)
+        own = slice(0, 2 * len(self.inner))
+        for experts, places in self._runs():
+            source, target = (experts, columns), (places, own)
+            yield Piece(name, shape, source, target, "bias", arrange=_GATE_COLUMNS_FIRST)
 
-    def down_bias(self) -> Piece:
-        """Return the piece of a bias [experts of the rank, H]."""
+    def down_bias(self) -> Iterator[Piece]:
+        """Yield the pieces of a bias [experts of the rank, H]."""
         name, shape = f"{self.prefix}.down_proj_bias", (self.num_experts, self.hidden_size)
         columns = slice(0, self.hidden_size)
-        source = (slice(self.experts.start, self.experts.stop), columns)
-        return Piece(name, shape, source, (slice(0, len(self.experts)), columns), "bias")
+        for experts, places in self._runs():
+            yield Piece(name, shape, (experts, columns), (places, columns), "bias")
+
+    def _runs(self) -> Iterator[tuple[slice, slice]]:
+        """Yield the rank's runs of successive experts, each with its places."""
+        first = 0
+        for place, expert in enumerate(self.experts, 1):
+            if place < len(self.experts) and self.experts[place] == expert + 1:
+                continue
+            yield slice(self.experts[first], expert + 1), slice(first, place)
+            first = place
 
     def _separate_gate_up(self, expert: int, first: int) -> Iterator[Piece]:
         shape, columns = (self.intermediate_size, self.hidden_size), slice(0, self.hidden_size)

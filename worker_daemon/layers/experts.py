@@ -5,8 +5,8 @@ Shapes: N tokens, H hidden size, E experts, I inner size of an expert on this ra
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from worker_daemon.contracts.layer_ops import NormedSum
 from worker_daemon.errors import config_error
 from worker_daemon.layers.expert_loads import LayerLoad
 from worker_daemon.layers.expert_pieces import ExpertPieces, ExpertsForm
+from worker_daemon.layers.expert_slots import LayerSlots, Placement
 from worker_daemon.layers.fp8 import make_fp8_parameters
 from worker_daemon.layers.linear import GatedColumnParallelLinear, RowParallelLinear, even_shard
 from worker_daemon.layers.linear_method import LinearMethod, PlainMatrix
@@ -73,9 +74,15 @@ class ExpertsBlock:
     """
 
     def __init__(
-        self, prefix: str, spec: ExpertsSpec, setup: LayerSetup, load: LayerLoad | None = None
+        self,
+        prefix: str,
+        spec: ExpertsSpec,
+        setup: LayerSetup,
+        load: LayerLoad | None = None,
+        slots: LayerSlots | None = None,
     ) -> None:
         """prefix: the checkpoint's name of the layer. load: counts its tokens; None counts nothing.
+        slots: where its experts are; None: they stay where a load puts them.
 
         Raises:
             ConfigError: the quantization is in 4 bits, covers some of the experts only, or its
@@ -83,7 +90,7 @@ class ExpertsBlock:
         """
         name = f"{prefix}.mlp"
         self._norm = RMSNorm(prefix, spec.norm, setup)
-        self._experts = _Experts(name, spec, setup, load)
+        self._experts = _Experts(name, spec, setup, load, slots)
 
     def forward(
         self, part: Part, residual: Tensor, query_start_loc: Tensor
@@ -102,6 +109,20 @@ class ExpertsBlock:
         """
         self._experts.join()
 
+    @property
+    def slots(self) -> LayerSlots | None:
+        """The slots of its experts; None: they stay where a load puts them."""
+        return self._experts.slots
+
+    @property
+    def slot_parameters(self) -> Sequence[Parameter]:
+        """The parameters that have the experts of this rank's slots, one after another."""
+        return tuple(self._experts.held.parameters())
+
+    def use_placement(self, placement: Placement) -> None:
+        """Take the contents of its slots for those of another placement from the next step on."""
+        self._experts.use_placement(placement)
+
     def parameters(self) -> Iterator[Parameter]:
         yield from self._norm.parameters()
         yield from self._experts.parameters()
@@ -111,43 +132,32 @@ class _Experts:
     """Router, experts and shared expert of one layer."""
 
     def __init__(
-        self, name: str, spec: ExpertsSpec, setup: LayerSetup, load: LayerLoad | None
+        self,
+        name: str,
+        spec: ExpertsSpec,
+        setup: LayerSetup,
+        load: LayerLoad | None,
+        slots: LayerSlots | None,
     ) -> None:
         self._spec = spec
         self._load = load
+        self.slots = slots
         self._ops = setup.ops
         self._exchange = setup.replica_experts
         self._chosen = setup.chosen_experts
         self._index = 0 if self._chosen is None else self._chosen.add()
         router, count = f"{name}.{spec.router}", spec.num_experts
         self._router = _whole(f"{router}.weight", (count, setup.hidden_size), setup)
-        pieces = _rank_pieces(name, spec, setup)
-        self._experts, inner = pieces.experts, len(pieces.inner)
-        held = len(pieces.experts)
-        self._gate_up = _Stack(
-            f"{name}.experts.gate_up_proj",
-            (held * 2 * inner, setup.hidden_size),
-            tuple(pieces.gate_up()),
-            setup,
-        )
-        self._down = _Stack(
-            f"{name}.experts.down_proj",
-            (held * setup.hidden_size, inner),
-            tuple(pieces.down()),
-            setup,
-        )
-        self._biases = _Biases()
+        self._router_bias: Parameter | None = None
         if spec.has_biases:
             vector = whole_vector(f"{router}.bias", count, "bias")
-            gate_up, down = pieces.gate_up_bias(), pieces.down_bias()
-            is_adding = setup.expert_parallel or setup.tp.rank == 0
-            self._biases = _Biases(
-                setup.parameter(vector.name, (count,), (vector,)),
-                setup.parameter(gate_up.name, (held, 2 * inner), (gate_up,)),
-                setup.parameter(down.name, (held, setup.hidden_size), (down,))
-                if is_adding
-                else None,
-            )
+            self._router_bias = setup.parameter(vector.name, (count,), (vector,))
+        pieces = _rank_pieces(name, spec, setup, slots)
+        self._first = pieces.experts[0] if slots is None else slots.first
+        self.held = _HeldExperts(name, spec, setup, pieces)
+        on_meta = replace(setup, device=torch.device("meta"))
+        self._remade = partial(_HeldExperts, name, spec, on_meta)
+        self._pieces = pieces
         self._shared = None if spec.shared is None else _SharedExpert(name, spec.shared, setup)
 
     def project(self, source: Tensor | NormedSum, query_start_loc: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,7 +166,7 @@ class _Experts:
         x, total, routed = self._ops.route(
             source,
             self._router.data,
-            _data(self._biases.router),
+            _data(self._router_bias),
             self._spec.routing,
             query_start_loc,
             None if self._load is None else self._load.counts,
@@ -164,6 +174,8 @@ class _Experts:
         )
         if self._chosen is not None:
             self._chosen.note(self._index, routed.experts)
+        if self.slots is not None:
+            routed = self.slots.slots_of(routed)
         if self._exchange is None:
             y = self._multiply(x, routed)
         else:
@@ -179,6 +191,13 @@ class _Experts:
             self._chosen.note(self._index, experts)
         self._exchange.run(x, RoutedTokens(experts, experts.float()), self._multiply)
 
+    def use_placement(self, placement: Placement) -> None:
+        """See ExpertsBlock.use_placement."""
+        assert self.slots is not None, "the model was loaded with slots"
+        self.slots.use(placement)
+        self._pieces = replace(self._pieces, experts=self.slots.own)
+        self.held.take_pieces(self._remade(self._pieces))
+
     def _multiply(self, x: Tensor, routed: RoutedTokens) -> Tensor:
         return self._ops.experts.multiply(x, routed, self._matrices)
 
@@ -191,38 +210,77 @@ class _Experts:
 
     @property
     def _matrices(self) -> ExpertMatrices:
-        """Views of the parameters, whose data may move to other memory between steps."""
-        count = len(self._experts)
-        gate_up, gate_up_scale = self._gate_up.divided(count)
-        down, down_scale = self._down.divided(count)
-        return ExpertMatrices(
-            gate_up,
-            down,
-            self._experts.start,
-            gate_up_scale,
-            down_scale,
-            self._spec.num_experts,
-            _data(self._biases.gate_up),
-            _data(self._biases.down),
-            self._spec.clamped,
-        )
+        count = self._spec.num_experts if self.slots is None else self.slots.num_slots
+        return self.held.matrices(self._first, count, self._spec.clamped)
 
     def parameters(self) -> Iterator[Parameter]:
         yield self._router
-        yield from self._gate_up.parameters()
-        yield from self._down.parameters()
-        yield from (bias for bias in self._biases if bias is not None)
+        yield from self.held.stacks()
+        if self._router_bias is not None:
+            yield self._router_bias
+        yield from self.held.biases()
         if self._shared is not None:
             yield from self._shared.parameters()
 
 
-class _Biases(NamedTuple):
-    """The biases of a layer with experts; None for those that it lacks."""
+class _HeldExperts:
+    """The matrices and biases of this rank's experts, one expert after another."""
 
-    router: Parameter | None = None
-    gate_up: Parameter | None = None
-    down: Parameter | None = None
-    """Those of split experts are on rank 0 alone, so that the sum contains each once."""
+    def __init__(
+        self, name: str, spec: ExpertsSpec, setup: LayerSetup, pieces: ExpertPieces
+    ) -> None:
+        hidden, inner, self._count = setup.hidden_size, len(pieces.inner), len(pieces.experts)
+        self._gate_up = _Stack(
+            f"{name}.experts.gate_up_proj",
+            (self._count * 2 * inner, hidden),
+            tuple(pieces.gate_up()),
+            setup,
+        )
+        self._down = _Stack(
+            f"{name}.experts.down_proj", (self._count * hidden, inner), tuple(pieces.down()), setup
+        )
+        self._gate_up_bias: Parameter | None = None
+        self._down_bias: Parameter | None = None
+        if spec.has_biases:
+            self._gate_up_bias = _stacked_bias(tuple(pieces.gate_up_bias()), 2 * inner, setup)
+        if spec.has_biases and (setup.expert_parallel or setup.tp.rank == 0):
+            # Those of split experts are on rank 0 alone, so that the sum contains each once.
+            self._down_bias = _stacked_bias(tuple(pieces.down_bias()), hidden, setup)
+
+    def matrices(
+        self, first: int, num_experts: int, clamped: ClampedSwiGLU | None
+    ) -> ExpertMatrices:
+        """Return views of the parameters, whose data may move to other memory between steps. See
+        ExpertMatrices for the arguments."""
+        gate_up, gate_up_scale = self._gate_up.divided(self._count)
+        down, down_scale = self._down.divided(self._count)
+        return ExpertMatrices(
+            gate_up,
+            down,
+            first,
+            gate_up_scale,
+            down_scale,
+            num_experts,
+            _data(self._gate_up_bias),
+            _data(self._down_bias),
+            clamped,
+        )
+
+    def take_pieces(self, other: "_HeldExperts") -> None:
+        """Fill these parameters from the checkpoint tensors of others, of the same shapes."""
+        for own, new in zip(self.parameters(), other.parameters(), strict=True):
+            own.pieces = new.pieces
+
+    def stacks(self) -> Iterator[Parameter]:
+        yield from self._gate_up.parameters()
+        yield from self._down.parameters()
+
+    def biases(self) -> Iterator[Parameter]:
+        yield from filter(None, (self._gate_up_bias, self._down_bias))
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield from self.stacks()
+        yield from self.biases()
 
 
 class _Stack:
@@ -308,6 +366,12 @@ class _RoutedStep:
         return self.experts.project(source, self.query_start_loc)
 
 
+def _stacked_bias(pieces: tuple[Piece, ...], width: int, setup: LayerSetup) -> Parameter:
+    """Return the biases [L, width] of a rank's experts."""
+    shape = (pieces[-1].target[0].stop, width)
+    return setup.parameter(pieces[0].name, shape, pieces)
+
+
 def _whole(name: str, shape: tuple[int, int], setup: LayerSetup) -> Parameter:
     """Return a matrix that every rank holds completely, never quantized."""
     everything = (slice(0, shape[0]), slice(0, shape[1]))
@@ -318,13 +382,18 @@ def _data(parameter: Parameter | None) -> Tensor | None:
     return None if parameter is None else parameter.data
 
 
-def _rank_pieces(name: str, spec: ExpertsSpec, setup: LayerSetup) -> ExpertPieces:
-    """Return what this rank holds: with expert parallelism some experts as a whole, otherwise a
-    part of the inner size of every expert."""
-    experts, inner = range(spec.num_experts), range(spec.intermediate_size)
+def _rank_pieces(
+    name: str, spec: ExpertsSpec, setup: LayerSetup, slots: LayerSlots | None
+) -> ExpertPieces:
+    """Return what this rank holds: with expert parallelism some experts as a whole, those of its
+    slots if it has any, otherwise a part of the inner size of every expert."""
+    experts: Sequence[int] = range(spec.num_experts)
+    inner = range(spec.intermediate_size)
     place = setup.tp if setup.replica_experts is None else setup.replica_experts
     rank, size = place.rank, place.size
-    if setup.expert_parallel:
+    if slots is not None:
+        experts = slots.own
+    elif setup.expert_parallel:
         base, rest = divmod(spec.num_experts, size)
         first = rank * base + min(rank, rest)
         experts = range(first, first + base + (rank < rest))

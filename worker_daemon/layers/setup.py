@@ -10,6 +10,7 @@ from worker_daemon.distributed.ep import ReplicaExperts
 from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.layers.adapters import AdapterLayout, MatrixAdapters
 from worker_daemon.layers.expert_loads import ExpertLoads
+from worker_daemon.layers.expert_slots import ExpertSlots
 from worker_daemon.layers.fp8 import is_quantized, make_fp8_parameters
 from worker_daemon.layers.int4 import make_int4_parameters
 from worker_daemon.layers.linear_method import LinearMethod, PlainMatrix, StoredMatrix
@@ -45,6 +46,8 @@ class LayerSetup:
     replica_experts: ReplicaExperts | None = None
     """The ranks of all replicas that share the experts, with expert_parallel; None: only this
     replica's tensor-parallel ranks."""
+    expert_slots: ExpertSlots | None = None
+    """The slots of the stage's experts; None: they stay where a load puts them."""
 
     def parameter(self, name: str, shape: tuple[int, ...], pieces: Iterable[Piece]) -> Parameter:
         """Return a parameter of zeros. Owned by the caller."""

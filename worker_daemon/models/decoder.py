@@ -6,7 +6,7 @@ addition, both between layers and between stages, so that a split model computes
 bits.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -28,6 +28,7 @@ from worker_daemon.layers.encoder import (
     EncoderMLPSpec,
 )
 from worker_daemon.layers.expert_loads import ExpertLoads
+from worker_daemon.layers.expert_slots import ExpertSlots, Placement, SlotCounts
 from worker_daemon.layers.experts import ExpertsBlock, ExpertsSpec
 from worker_daemon.layers.kv_scales import HeadScales
 from worker_daemon.layers.mlp import MLPBlock, MLPSpec
@@ -66,7 +67,9 @@ class DecoderLayer:
         self._mlp: MLPBlock | ExpertsBlock
         if isinstance(mlp, ExpertsSpec):
             load = setup.expert_loads.add(index, mlp.num_experts)
-            self._mlp = ExpertsBlock(prefix, mlp, setup, load)
+            all_slots = setup.expert_slots
+            slots = None if all_slots is None else all_slots.add(index, mlp.num_experts)
+            self._mlp = ExpertsBlock(prefix, mlp, setup, load, slots)
         else:
             self._mlp = MLPBlock(prefix, mlp, setup)
 
@@ -296,6 +299,8 @@ class DecoderStage:
         for part in self._end or ():
             if part is not None:
                 yield from (shared for shared in part.parameters() if shared not in embedding)
+        if self.expert_slots is not None and self.expert_slots.spare is not None:
+            yield self.expert_slots.spare
 
     def checkpoint_views(self) -> dict[str, Tensor]:
         """Return checkpoint name -> this rank's part of that tensor, a view of the parameter. The
@@ -361,6 +366,32 @@ class DecoderStage:
         """The counters of the local layers with experts: buffers, like the rotary tables."""
         return self._setup.expert_loads
 
+    def allocate_routing(self, device: torch.device) -> None:
+        """Give memory to the expert loads, zeroed, and to the tables of slots. Raises
+        torch.OutOfMemoryError."""
+        self._setup.expert_loads.allocate(device)
+        if self._setup.expert_slots is not None:
+            self._setup.expert_slots.allocate(device)
+
+    @property
+    def routing_bytes(self) -> int:
+        """Bytes of what allocate_routing gives memory to."""
+        slots = self._setup.expert_slots
+        return self._setup.expert_loads.num_bytes + (0 if slots is None else slots.num_bytes)
+
+    @property
+    def expert_slots(self) -> ExpertSlots | None:
+        """The slots of the local layers' experts; None: they stay where a load puts them."""
+        return self._setup.expert_slots
+
+    def experts_of(self, layer: int) -> ExpertsBlock:
+        """Return the block with experts of a local layer, by its number in the model. Only for a
+        stage with expert_slots, which has the layer's."""
+        assert self._setup.expert_slots is not None, "the model was loaded with slots"
+        wanted = self._setup.expert_slots.layers[layer]
+        layers = [each.experts for each in self._layers if isinstance(each, DecoderLayer)]
+        return next(each for each in layers if each is not None and each.slots is wanted)
+
     @property
     def chosen_experts(self) -> ChosenExperts | None:
         """The choices of its routers; None if it does not collect them."""
@@ -396,11 +427,13 @@ def build_stage(
     has_fp8_cache: bool = False,
     keeps_experts: bool = False,
     replica_experts: ReplicaExperts | None = None,
+    expert_slots: ExpertSlots | None = None,
 ) -> DecoderStage:
     """Return a stage with zero weights. The partition must have passed `check_partition`.
     adapters: an empty layout, which takes the matrices that adapters may change. has_fp8_cache: its
     layers get scales for a KV cache in FP8. keeps_experts: it collects the choices of its routers.
     replica_experts: the ranks of all replicas that share the experts, with expert_parallel.
+    expert_slots: takes the slots of its layers' experts; None: these stay where a load puts them.
     Raises ConfigError if the quantization does not fit merged matrices, or this rank's parts.
 
     max_model_len (tokens) is the length of the rotary tables: positions must be smaller. With tied
@@ -419,6 +452,7 @@ def build_stage(
         config.expert_parallel,
         chosen_experts=ChosenExperts() if keeps_experts else None,
         replica_experts=replica_experts,
+        expert_slots=expert_slots,
     )
     embedding, start, end = None, None, None
     if is_first or (is_last and config.is_tied):
@@ -442,9 +476,11 @@ def build_stage(
         pooler = Pooler(final_norm, config.pooler, replace(setup, quantization=None))
         end = StageEnd(final_norm, lm_head, pooler)
     made = [_make_layer(index, config.layers[index], setup) for index in layers]
-    setup.expert_loads.allocate(device)
+    if expert_slots is not None:
+        blocks = [each.experts for each in made if isinstance(each, DecoderLayer)]
+        expert_slots.reserve((each.slot_parameters for each in blocks if each), device)
     ropes = distinct_ropes(config.layers[index] for index in layers)
-    return DecoderStage(
+    stage = DecoderStage(
         made,
         [_kind(config.layers[index], layer) for index, layer in zip(layers, made, strict=True)],
         ropes,
@@ -454,6 +490,24 @@ def build_stage(
         attention,
         setup,
     )
+    stage.allocate_routing(device)
+    return stage
+
+
+def make_expert_slots(
+    config: DecoderConfig,
+    rank: int,
+    num_ranks: int,
+    dp_rank: int,
+    placements: Mapping[int, Placement] | None = None,
+) -> ExpertSlots | None:
+    """Return the slots of a rank's experts, for build_stage; None if experts stay where a load puts
+    them. rank, num_ranks: among those that share the experts. placements: by layer of the model;
+    None, and layers without one: see placement_in_order."""
+    if config.num_redundant_experts is None:
+        return None
+    counts = SlotCounts(rank, num_ranks, config.num_redundant_experts, dp_rank)
+    return ExpertSlots(counts, placements or {})
 
 
 def _make_layer(index: int, spec: LayerSpec, setup: LayerSetup) -> DecoderLayer | EncoderLayer:

@@ -99,6 +99,9 @@ class DecoderConfig:
     """None: all weights are in the model's dtype."""
     expert_parallel: bool = False
     """Each tensor-parallel rank has some of the experts; otherwise it has a part of each."""
+    num_redundant_experts: int | None = None
+    """Slots of a layer's experts, over all ranks, beyond one for each; None: experts stay where a
+    load puts them."""
     embedding_scale: float | None = None
     """Factor of the embeddings of tokens, rounded to the model's dtype first; not applied to
     embeddings that a request sends. None: no factor."""

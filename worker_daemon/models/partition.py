@@ -28,11 +28,28 @@ def check_partition(config: DecoderConfig, pp_size: int, tp_size: int, dp_size: 
             )
             fix = "use fewer replicas or ranks, or no expert parallelism"
             raise config_error("data_parallel_size", dp_size, problem, fix)
+        if config.num_redundant_experts is not None:
+            _check_slots(experts.num_experts, config.num_redundant_experts, tp_size * dp_size)
     kv_heads = tp_size if config.heads is None else config.heads.num_key_value_heads
     if kv_heads % tp_size and tp_size % kv_heads:
         raise _tp_error(
             tp_size, f"neither divides num_key_value_heads {kv_heads} nor is a multiple of it"
         )
+
+
+def _check_slots(num_experts: int, num_redundant: int, num_ranks: int) -> None:
+    """Raise ConfigError unless ranks can have equally many slots, without an expert twice."""
+    if num_ranks == 1:
+        problem, fix = "one rank has all experts", "leave it out, or use more ranks"
+        raise config_error("enable_eplb", True, problem, fix)
+    least, most = -num_experts % num_ranks, num_experts * (num_ranks - 1)
+    if (num_experts + num_redundant) % num_ranks or num_redundant > most:
+        problem = (
+            f"{num_ranks} ranks cannot have equally many of {num_experts} experts and these, each "
+            "rank an expert once"
+        )
+        fix = f"use {least}, or a multiple of {num_ranks} more, at most {most}"
+        raise config_error("num_redundant_experts", num_redundant, problem, fix)
 
 
 def _inner_sizes(config: DecoderConfig) -> Iterator[tuple[str, int]]:

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, Final, TypeVar
 
 from torch import Tensor
 
@@ -69,6 +69,10 @@ TENSORS_SUFFIX = ".tensors"
 """Suffix of tensorizer's files."""
 LOAD_FORMATS = {"safetensors": "sharded_state", "tensorizer": "tensorizer"}
 """The load_format that reads a set's files, by their name in the index."""
+
+
+_EXPERT: Final = re.compile(r"\.experts\.\d+\.")
+"""A part of the names of an expert's tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,9 +268,11 @@ def load_saved(
     load_file: LoadFile | None = None,
     observer: WriteObserver | None = None,
     buffers: Sequence[Parameter] = (),
+    experts_move: bool = False,
 ) -> LoadReport:
     """Fill the parameters of this rank from its own files, which are read straight into place, and
-    those of its buffers that the set has.
+    those of its buffers that the set has. experts_move: experts that its own files lack come from
+    those of other ranks.
 
     Checks all headers before the first byte is written; observer as in load_weights. load_file
     reads and checks files of other formats than safetensors.
@@ -279,16 +285,37 @@ def load_saved(
     """
     path = saved.directory / rank_index_name(rank)
     tensors = _read_rank_index(path)
+    if experts_move:
+        tensors = _with_experts_of_others(tensors, parameters, saved)
     parameters = [*parameters, *(each for each in buffers if _is_in(tensors, each))]
     wanted = _by_file(parameters, tensors, path)
     if load_file is None:
         check_items(wanted)
     used = {piece.name for _, piece in _items(parameters)}
-    ignored = tuple(sorted(tensors.keys() - used))
+    unused = tensors.keys() - used
+    if experts_move:
+        unused = {name for name in unused if _EXPERT.search(name) is None}
+    ignored = tuple(sorted(unused))
     report = load_items(wanted, progress, ignored, load_file, observer)
     if verify:
         _verify(parameters, tensors, path)
     return report
+
+
+def _with_experts_of_others(
+    own: dict[str, SavedTensor], parameters: Iterable[Parameter], saved: SavedSet
+) -> dict[str, SavedTensor]:
+    """Return a rank's index with the experts that it lacks, as far as other ranks' files have
+    them: a rank has whole experts. Raises CheckpointError: an index is broken."""
+    wanted = {piece.name for _, piece in _items(parameters) if _EXPERT.search(piece.name)}
+    found = dict(own)
+    for rank in range(saved.shape.num_ranks):
+        missing = wanted - found.keys()
+        if not missing:
+            break
+        others = _read_rank_index(saved.directory / rank_index_name(rank))
+        found.update((name, others[name]) for name in missing & others.keys())
+    return found
 
 
 def _by_file(

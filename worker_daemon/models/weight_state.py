@@ -56,6 +56,12 @@ class WeightState:
         self.is_whole = True
         self.report = self._report("")
 
+    def hold(self, names: Iterable[str], *, instead_of: Iterable[str]) -> None:
+        """Record that this rank has these tensors from now on instead of others. The weights are
+        complete."""
+        self._names = self._names.difference(instead_of).union(names)
+        self.report = self._report("")
+
     def next_version(self, version: int | None) -> int:
         """Return the number of the version that an update makes, `version` if it is named.
 

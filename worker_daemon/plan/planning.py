@@ -56,7 +56,7 @@ from worker_daemon.layers.int4 import Int4Values
 from worker_daemon.layers.quantization import Int4Quantization
 from worker_daemon.layers.rotary import Rope, table_bytes
 from worker_daemon.layers.torch_ops import TorchOps
-from worker_daemon.models.decoder import DecoderStage, whole_model
+from worker_daemon.models.decoder import DecoderStage, make_expert_slots, whole_model
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.expert_tensors import is_stack_of_experts
 from worker_daemon.models.partition import check_partition, partition_layers
@@ -521,7 +521,11 @@ def _measure(
     tp = tensor_parallel(state.tp_rank, state.tp_size)
     adapters = new_layout(config.lora.max_loras, config.lora.max_lora_rank)
     experts = replica_experts(state) if resolved.decoder.expert_parallel else None
-    stage = resolved.build_stage(layers, state, tp, TorchOps(), adapters, replica_experts=experts)
+    sharing = tp if experts is None else experts
+    slots = make_expert_slots(resolved.decoder, sharing.rank, sharing.size, state.dp_rank)
+    stage = resolved.build_stage(
+        layers, state, tp, TorchOps(), adapters, replica_experts=experts, expert_slots=slots
+    )
     cache_dtype = resolve_cache_dtype(config.cache, resolved)
     specs = describe_layers(stage.kv_layer_specs, cache_dtype)
     weights_bytes, ropes = stage.num_parameters_bytes, stage.ropes
@@ -560,7 +564,7 @@ def _measure(
             is_last_stage=state.is_last_stage,
             gathered_size=max(each.gathered for each in widths),
             dequantized_bytes=_dequantized_bytes(stage, decoder, resolved.dtype),
-            expert_load_bytes=stage.expert_loads.num_bytes,
+            expert_load_bytes=stage.routing_bytes,
             chosen_bytes=_chosen_bytes(resolved, layers, is_last=state.is_last_stage),
         ),
     )

@@ -65,7 +65,7 @@ class StageWidths:
     """Bytes of the largest matrix that a step dequantizes, and of its scales; 0 if it dequantizes
     none."""
     expert_load_bytes: int = 0
-    """Bytes of the expert load counters."""
+    """Bytes of the expert load counters, and of the tables of slots."""
     chosen_bytes: int = 0
     """Bytes of a token's experts, if they are kept for requests that ask for them."""
 

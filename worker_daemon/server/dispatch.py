@@ -7,6 +7,7 @@ from typing import Any, Final, Protocol, TypeAlias
 
 from rpc_schema import step
 from rpc_schema.codec import Frame, StepReplyMessage
+from rpc_schema.expert_placement import MoveExperts
 from rpc_schema.operations import STEP_OPERATIONS, StepMessage, operation_name
 from rpc_schema.weight_transfer import RecomputeRequests
 from worker_daemon.contracts.uploads import FindUpload
@@ -122,7 +123,7 @@ STEPS: Final = (*STEPS_WITH_ARRAYS, step.ExecuteDummyBatch)
 """Requests that only the output rank answers, with a PendingReply; every rank answers the others
 with a complete reply."""
 
-RUN_STEPS: Final = (*STEPS, RecomputeRequests)
+RUN_STEPS: Final = (*STEPS, RecomputeRequests, MoveExperts)
 """Requests whose unexpected failure leaves other ranks in a step."""
 
 

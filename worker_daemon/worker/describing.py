@@ -8,6 +8,7 @@ from rpc_schema.kv_cache import KVCacheConfig
 from worker_daemon.distributed.bubbles import InputWaits
 from worker_daemon.models.weight_state import WeightReport, WeightState
 from worker_daemon.worker.description import WorkerDescription
+from worker_daemon.worker.expert_moves import moves_on_wire, placements_on_wire
 from worker_daemon.worker.loading import LoadedModel
 from worker_daemon.worker.memory_ledger import Kind
 from worker_daemon.worker.rank_device import RankDevice
@@ -20,6 +21,7 @@ def describe(
     """Describe what is loaded on a device, and its memory by use. None: not there yet."""
     opened = device.opened_or_none
     tier = serving.host_tier if serving else None
+    slots = model.stage.expert_slots if model else None
     return WorkerDescription(
         device=device.name,
         config=model.config if model else None,
@@ -38,6 +40,8 @@ def describe(
         uploads_in_use=serving.runner.state.uploads_in_use if serving else frozenset,
         input_wait_share=partial(_waiting_share, serving.runner.waits if serving else None),
         expert_loads=model.stage.expert_loads.known.get if model else dict,
+        expert_placements=partial(placements_on_wire, slots.known) if slots else tuple,
+        expert_moves=partial(moves_on_wire, slots.known) if slots else lambda: None,
         block_contents=serving.runner.state.contents if serving else None,
         host_contents=serving.runner.state.host_contents if serving else None,
         host_tier=tier.counts.status if tier else lambda: None,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rpc_schema.config import WorkerConfig
+from rpc_schema.expert_placement import ExpertMoves, RankPlacement
 from rpc_schema.host_tier import HostTierStatus
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.lifecycle import KVCacheAdvice, MemoryTag, TagState
@@ -47,6 +48,10 @@ class WorkerDescription:
     expert_loads: Callable[[], Mapping[int, bytes]] = dict
     """Returns the tokens of each expert by layer, little-endian int64, as last read from the
     device; empty without experts."""
+    expert_placements: Callable[[], tuple[RankPlacement, ...]] = tuple
+    """Returns the placements of the stage's experts now; none without enable_eplb."""
+    expert_moves: Callable[[], ExpertMoves | None] = lambda: None
+    """Returns the counts of moved experts now; None without enable_eplb."""
     block_contents: BlockContents | None = None
     """None below KV_READY. The control thread takes and reads notes there."""
     host_contents: BlockContents | None = None

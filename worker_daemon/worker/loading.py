@@ -27,6 +27,7 @@ from worker_daemon.errors import config_error
 from worker_daemon.layers.adapters import AdapterLayout, new_layout
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.attention_choice import ChosenAttention
+from worker_daemon.layers.expert_slots import Placement
 from worker_daemon.layers.rotary import rotary_table
 from worker_daemon.lora.adapter_files import AdapterFormat, adapter_stamps
 from worker_daemon.lora.adapters import Adapters
@@ -36,6 +37,7 @@ from worker_daemon.lora.reader import AdapterReader
 from worker_daemon.models.decoder import (
     DecoderStage,
     checkpoint_pieces,
+    make_expert_slots,
     whole_model,
 )
 from worker_daemon.models.description import DecoderConfig, LayerSpec
@@ -64,6 +66,7 @@ from worker_daemon.worker.draft_model import (
     draft_layers,
     find_draft,
 )
+from worker_daemon.worker.expert_moves import read_placements
 from worker_daemon.worker.logits_processors import find_logits_processors
 from worker_daemon.worker.model_identity import ModelFiles
 from worker_daemon.worker.resolve import (
@@ -72,6 +75,7 @@ from worker_daemon.worker.resolve import (
     check_host_tier,
     check_lora,
     check_routed_experts,
+    check_saved_experts,
     check_shared_experts,
     check_speculative,
     resolve_cache_dtype,
@@ -217,6 +221,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         check_shared_experts(message.graph, place.device)
     resolved = roots.resolve(message.model, set_phase, message.content)
     check_routed_experts(resolved, message.scheduler)
+    placements = read_placements(message.expert_placements, resolved.decoder)
     check_host_tier(message.cache, resolved, in_lockstep=place.parallel.lockstep)
     if not supports(place.device, resolved.dtype):
         problem = "this device does not support this dtype"
@@ -233,7 +238,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
     memory = open_memory(place.device, can_sleep=message.model.enable_sleep_mode)
     try:
         layout = new_layout(message.lora.max_loras, message.lora.max_lora_rank)
-        stage = _build_stage(resolved, place, layout, has_fp8_cache=has_fp8_cache)
+        stage = _build_stage(resolved, place, layout, placements, has_fp8_cache=has_fp8_cache)
         _hold(memory, stage, draft, resolved.max_model_len, place.device)
         adapters = _make_adapters(layout, message.lora, resolved, place, memory, roots)
         fill_stage(stage, message.model, resolved, place.rank_in_set(resolved.decoder), set_phase)
@@ -480,7 +485,9 @@ def _nested_differences(
 
 
 def rank_weights(model: LoadedModel, place: RankPlace) -> RankWeights:
-    """Return this rank's part of a saved set."""
+    """Return this rank's part of a saved set. Raises ConfigError: see check_saved_experts."""
+    if model.stage.expert_slots is not None:
+        check_saved_experts(model.resolved.decoder, "enable_eplb", True)
     return RankWeights(
         rank=place.rank_in_set(model.resolved.decoder),
         shape=_group_shape(model.resolved, place),
@@ -518,6 +525,7 @@ def _build_stage(
     resolved: ResolvedModel,
     place: RankPlace,
     adapters: AdapterLayout | None,
+    placements: Mapping[int, Placement],
     *,
     has_fp8_cache: bool,
 ) -> DecoderStage:
@@ -527,6 +535,8 @@ def _build_stage(
     dp_size = 1 if experts is None else experts.dp_size
     check_partition(decoder, parallel.pp_size, parallel.tp_size, dp_size)
     layers, ops = stage_layers(decoder, place), place.backend.make_ops()
+    ranks = place.expert_ranks(decoder)
+    slots = make_expert_slots(decoder, ranks.rank, ranks.size, parallel.dp_rank, placements)
     return resolved.build_stage(
         layers,
         parallel,
@@ -535,6 +545,7 @@ def _build_stage(
         adapters,
         has_fp8_cache=has_fp8_cache,
         replica_experts=experts,
+        expert_slots=slots,
     )
 
 

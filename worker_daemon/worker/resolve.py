@@ -31,6 +31,7 @@ from worker_daemon.errors import config_error
 from worker_daemon.layers.adapters import AdapterLayout
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.cache_spec import LatentLayerSpec
+from worker_daemon.layers.expert_slots import ExpertSlots
 from worker_daemon.layers.quantization import ONLINE
 from worker_daemon.layers.rotary import max_table_length
 from worker_daemon.models.config import pooling_files, read_model_config, read_overrides
@@ -89,6 +90,7 @@ class ResolvedModel:
         *,
         has_fp8_cache: bool = False,
         replica_experts: ReplicaExperts | None = None,
+        expert_slots: ExpertSlots | None = None,
     ) -> DecoderStage:
         """Return a rank's stage without memory: its parameters have only shapes. adapters and the
         options: see models.decoder.build_stage."""
@@ -107,6 +109,7 @@ class ResolvedModel:
             has_fp8_cache=has_fp8_cache,
             keeps_experts=self.routed_experts is not None,
             replica_experts=replica_experts,
+            expert_slots=expert_slots,
         )
 
 
@@ -134,6 +137,7 @@ def resolve_config(config: ModelConfig, model_roots: Sequence[Path]) -> Resolved
         ConfigError: the model lies outside the roots, or a value does not fit it.
         CheckpointError: the directory or its config.json is missing or broken.
     """
+    _check_eplb(config)
     directory = named = confine_directory(config.model, model_roots)
     saved = read_saved_set(directory) if config.load_format in LOAD_FORMATS.values() else None
     if saved is not None:
@@ -145,6 +149,10 @@ def resolve_config(config: ModelConfig, model_roots: Sequence[Path]) -> Resolved
     decoder = _quantized(decoder, config.quantization)
     if config.enable_expert_parallel:
         decoder = _with_expert_parallelism(decoder)
+    if config.enable_eplb:
+        if saved is not None:
+            check_saved_experts(decoder, "load_format", config.load_format)
+        decoder = replace(decoder, num_redundant_experts=config.num_redundant_experts)
     if decoder.quantization is not None:
         # Refuses merged matrices in mixed formats, equally on all ranks.
         checkpoint_pieces(decoder)
@@ -172,6 +180,27 @@ def _with_expert_parallelism(decoder: DecoderConfig) -> DecoderConfig:
         problem = f"{decoder.architecture} has no experts"
         raise config_error("enable_expert_parallel", True, problem, "leave it out")
     return replace(decoder, expert_parallel=True)
+
+
+def _check_eplb(config: ModelConfig) -> None:
+    """Raise ConfigError for options that moving experts excludes."""
+    if not config.enable_eplb and not config.num_redundant_experts:
+        return
+    if not config.enable_eplb:
+        problem = "experts have copies only if they can be balanced"
+        fix = "0, or enable_eplb"
+        raise config_error("num_redundant_experts", config.num_redundant_experts, problem, fix)
+    if not config.enable_expert_parallel:
+        problem = "each rank has a part of every expert: there is nothing to balance"
+        raise config_error("enable_eplb", True, problem, "use enable_expert_parallel with it")
+
+
+def check_saved_experts(decoder: DecoderConfig, field: str, value: object) -> None:
+    """Raise ConfigError if a saved set cannot have a model's experts wherever they are: it has a
+    rank's biases in one tensor."""
+    if any(each is not None and each.has_biases for each in decoder.layer_experts):
+        problem = "a saved set cannot have biases of experts that move"
+        raise config_error(field, value, problem, "use the checkpoint, or leave out enable_eplb")
 
 
 def _routed_experts(decoder: DecoderConfig) -> RoutedExpertsShape:

@@ -69,7 +69,7 @@ class TaggedMemory:
             for each in stage.kv_scales:
                 each.reset()
             stage.rotary = tuple(rotary)
-            stage.expert_loads.allocate(self._device)
+            stage.allocate_routing(self._device)
 
     def make_adapters(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Return zeroed adapter slots. They lose their content whenever the weights sleep: the host
@@ -209,7 +209,7 @@ class ArenaMemory(TaggedMemory):
         for scale in stage.kv_scales:
             scale.reset()
         for each in held:
-            each.stage.expert_loads.allocate(self._device)  # torch's: it is read during a sleep
+            each.stage.allocate_routing(self._device)  # torch's: it is read during a sleep
 
     def make_adapters(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         num_bytes = shape[0] * shape[1] * dtype.itemsize

@@ -67,6 +67,10 @@ class RankPlace:
         all of them."""
         return self.experts if decoder.expert_parallel else None
 
+    def expert_ranks(self, decoder: DecoderConfig) -> TensorParallel | ReplicaExperts:
+        """Return the ranks of this stage that a model's experts lie on."""
+        return self.sharing_experts(decoder) or self.tp
+
     def rank_in_set(self, decoder: DecoderConfig) -> int:
         """Return this rank's number in a saved set of a model: replicas have the same parts, unless
         they share experts."""
@@ -176,6 +180,7 @@ def fill_stage(
             load_file=read_tensorized if config.load_format == "tensorizer" else None,
             observer=observer,
             buffers=[each.parameter for each in stage.kv_scales],
+            experts_move=stage.expert_slots is not None,
         )
     else:
         names = checkpoint_names(resolved.decoder)

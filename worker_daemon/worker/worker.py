@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from rpc_schema import expert_placement as ep
 from rpc_schema import lifecycle as lc
 from rpc_schema import lora
 from rpc_schema import weight_transfer as wt
@@ -49,6 +50,7 @@ from worker_daemon.runner.kv_cache import KVMemory
 from worker_daemon.runner.output import PendingOutput
 from worker_daemon.worker.describing import describe, memory_by_kind
 from worker_daemon.worker.description import WorkerDescription
+from worker_daemon.worker.expert_moves import ExpertMover
 from worker_daemon.worker.frozen_start import FrozenStart
 from worker_daemon.worker.host_memory import (
     check_host_memory,
@@ -110,6 +112,8 @@ class Worker:
         self._transfer = WeightTransfer(set_phase)
         self._model_or_none: LoadedModel | None = None
         self._serving_or_none: Serving | None = None
+        self._expert_mover_or_none: ExpertMover | None = None
+        """The mover of the loaded model's experts."""
         self._max_kv_host_bytes = max_kv_host_bytes
         self._frozen_start = FrozenStart()
         self._host_rows: HostRows | None = None
@@ -143,6 +147,8 @@ class Worker:
         with opened.ledger.taking("weights"):
             model = load(message, opened.place, self._roots, self._set_phase)
         self._model_or_none = model
+        ranks = opened.place.expert_ranks(model.resolved.decoder)
+        self._expert_mover_or_none = ExpertMover(model.stage, model.weights, ranks)
         return lc.LoadModelReply(
             **self._identity(message),
             model_memory_bytes=model.weights_bytes,
@@ -565,6 +571,20 @@ class Worker:
         self._model_or_none = replace(model, next_load=changed)
         return Done(**self._identity(message))
 
+    # Placement of experts.
+
+    def move_experts(self, message: ep.MoveExperts) -> ep.MoveExpertsReply:
+        """Receive weights for another placement of a layer's experts. Raises: see
+        ExpertMover.move."""
+        moved = self._expert_mover.move(message.placement)
+        self._device.opened.synchronize()
+        return ep.MoveExpertsReply(**self._identity(message), **moved._asdict())
+
+    def switch_experts(self, message: ep.SwitchExperts) -> Done:
+        """Use these weights from the next step on. Raises: see ExpertMover.switch."""
+        self._expert_mover.switch(message.placement)
+        return Done(**self._identity(message))
+
     # LoRA adapters.
 
     def prepare_lora(self, message: lora.PrepareLora) -> lora.PrepareLoraReply:
@@ -740,7 +760,7 @@ class Worker:
             self._model.attend(is_real=False)
             self._model.memory.drop_kv_cache()
         else:
-            self._model_or_none = None
+            self._model_or_none = self._expert_mover_or_none = None
             self._transfer.close_engine()
         reply = Done(**self._identity(message))
         if message.to == "CREATED" and opened is not None:
@@ -820,6 +840,11 @@ class Worker:
     def _model(self) -> LoadedModel:
         assert self._model_or_none is not None, "legal after load_model only"
         return self._model_or_none
+
+    @property
+    def _expert_mover(self) -> ExpertMover:
+        assert self._expert_mover_or_none is not None, "legal after load_model only"
+        return self._expert_mover_or_none
 
     @property
     def _shares_experts(self) -> bool:

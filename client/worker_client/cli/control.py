@@ -6,18 +6,20 @@ from functools import partial
 from typing import Annotated
 
 import msgspec
+import numpy as np
 import typer
 
+from rpc_schema.expert_placement import RankPlacement
 from rpc_schema.host_tier import HostTierStatus
 from rpc_schema.lease import LeaseStatus
 from rpc_schema.lifecycle import Drain, KVCacheAdvice, ReplyDelay, Status
 from worker_client.cli.daemons import RunningDaemons
-from worker_client.cli.expert_loads import imbalance, loads_by_layer
 from worker_client.cli.options import takes_groups
 from worker_client.cli.output_file import print_text
 from worker_client.cli.probe import Probe, run_probe
 from worker_client.cli.top_frame import held_blocks, leased
 from worker_client.errors import config_error
+from worker_client.group.expert_loads import imbalance, loads_by_layer
 from worker_host.plain_text import printable
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON array on standard output.")]
@@ -83,6 +85,7 @@ def _named(status: Status) -> dict[str, object]:
     loads = loads_by_layer([status]).items()
     own = {
         "expert_loads": [{"layer": layer, "counts": counts.tolist()} for layer, counts in loads],
+        "expert_placements": [_placement(entry) for entry in status.expert_placements],
         "config": None if config is None else config.fingerprint(),
         "model": None if config is None else config.model.model,
         "num_blocks": None if kv_cache is None else kv_cache.num_blocks,
@@ -90,6 +93,11 @@ def _named(status: Status) -> dict[str, object]:
     fields = msgspec.structs.asdict(status)
     del fields["kv_cache"]
     return {name: _object(value) for name, value in fields.items() if name not in own} | own
+
+
+def _placement(entry: RankPlacement) -> dict[str, object]:
+    experts, moved = (np.frombuffer(each, "<u2").tolist() for each in (entry.experts, entry.moved))
+    return {"layer": entry.layer, "experts": experts, "moved": moved}
 
 
 def _object(value: object) -> object:

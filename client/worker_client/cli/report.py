@@ -11,15 +11,13 @@ import numpy as np
 from rpc_schema.lifecycle import Status
 from worker_client.cli.expert_loads import (
     LoadFigures,
-    LoadsByLayer,
     RankFigures,
     load_figures,
-    loads_by_layer,
-    loads_since,
     num_expert_ranks,
     rank_figures,
 )
 from worker_client.cli.session import InputRequest, Served, versions
+from worker_client.group.expert_loads import LoadsByLayer, loads_by_layer, loads_since
 from worker_client.inputs.text_stream import final_text
 from worker_client.inputs.tokenizer import Tokenizer
 from worker_client.requests import parent_id

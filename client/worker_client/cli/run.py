@@ -12,7 +12,6 @@ import typer
 from worker_client.cli.arrivals import check_request_rate, with_arrivals
 from worker_client.cli.bench_table import bench_table
 from worker_client.cli.daemons import Scrape
-from worker_client.cli.expert_loads import loads_by_layer
 from worker_client.cli.input_adapters import with_hub_adapters
 from worker_client.cli.output_file import check_output, print_text, write_whole
 from worker_client.cli.report import JsonObject, bench_object, output_line, output_lines
@@ -29,6 +28,7 @@ from worker_client.cli.session import (
 from worker_client.cli.terminal import print_lines
 from worker_client.errors import config_error
 from worker_client.group.adoption import AdoptedRequest
+from worker_client.group.expert_loads import loads_by_layer
 from worker_client.inputs.tokenizer import TextBounds, Tokenizer, load_tokenizer
 from worker_client.worker_group import RankProgress, parse_endpoints
 from worker_host.plain_text import printable

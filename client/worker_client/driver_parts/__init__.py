@@ -6,7 +6,7 @@ registry.py          the list of the features, and their options
 live_requests.py     the requests of a driver, from add_request to their outputs
 driver_parts.py      the features of one driver, asked in their order
 request_uploads.py   uploads of requests
-weights.py           the version of the weights, for the scheduler's prefix cache
+weights.py           the version of the weights; experts.py: experts that move between steps
 kept_prefixes.py     cached prefixes that outlive their driver
 
 Those of structured output are in structured/driver_parts.py.

@@ -6,6 +6,7 @@ from typing import Final, TypeAlias
 
 from worker_client.driver_parts.context import DriverContext
 from worker_client.driver_parts.driver_parts import DriverParts
+from worker_client.driver_parts.experts import expert_parts
 from worker_client.driver_parts.host_tier import host_tier_parts
 from worker_client.driver_parts.interface import DriverPart
 from worker_client.driver_parts.kept_prefixes import KeptPrefixesPart
@@ -27,6 +28,9 @@ class DriverOptions:
     """Begin with the cached prefixes of earlier drivers, and keep one's own for later ones, if the
     scheduler can (worker_client.driver_parts.kept_prefixes.RestoringScheduler); likewise with what
     they have left in the ranks' host memory (host_tier.TieredScheduler)."""
+    eplb_step_interval: int | None = None
+    """Steps from one rebalance of the group's experts to the next, for a group that was loaded with
+    enable_eplb; vLLM's default is 3000. None: the caller rebalances, or nobody."""
 
 
 MakeParts: TypeAlias = Callable[[DriverContext, DriverOptions], Iterable[DriverPart]]
@@ -37,6 +41,7 @@ DRIVER_PARTS: Final[tuple[MakeParts, ...]] = (
     lambda context, options: structured_parts(context, options.grammars),
     lambda context, options: (WeightsPart(context),),
     lambda context, options: (KeptPrefixesPart(context),) if options.keeps_prefixes else (),
+    lambda context, options: expert_parts(context, options.eplb_step_interval),
     lambda context, options: host_tier_parts(context, restores=options.keeps_prefixes),
 )
 

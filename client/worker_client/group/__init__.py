@@ -8,6 +8,6 @@ loading.py          loads models; load_chain.py, kv_planning.py: its phases
 replacement.py      replaces a lost rank; resending.py, sent_steps.py: steps that are sent again
 adoption.py         requests that an earlier driver has left running
 weights.py          updates; weights_state.py, lora_update.py, recomputing.py, saving.py
-
-What `WorkerGroup` has by name besides: memory.py, loras.py, uploads.py, prefixes.py, profiling.py.
+experts.py          balances experts; expert_placement.py: the policy, expert_loads.py
+Others that `WorkerGroup` names: memory.py, loras.py, uploads.py, prefixes.py, profiling.py
 """

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 from rpc_schema import lifecycle as lc
 from rpc_schema.base import StepReply, StepRequest
 from rpc_schema.config import Rendezvous, WorkerConfig
+from rpc_schema.expert_placement import ExpertPlacement
 from rpc_schema.kv_cache import KVCacheConfig
 from worker_client.group.group_channel import GroupChannel
 
@@ -64,8 +65,9 @@ class LoadChain:
         config: WorkerConfig,
         weights_version: int | None = None,
         content: bytes | None = None,
+        expert_placements: Sequence[ExpertPlacement] = (),
     ) -> list[lc.LoadModelReply]:
-        """Load every rank's part of the model. weights_version, content: see LoadModel."""
+        """Load every rank's part of the model. weights_version and so on: see LoadModel."""
         return self._ask(
             partial(
                 lc.LoadModel,
@@ -77,6 +79,7 @@ class LoadChain:
                 speculative=config.speculative,
                 weights_version=weights_version,
                 content=content,
+                expert_placements=tuple(expert_placements),
             )
         )
 

@@ -194,6 +194,8 @@ class Loader:
     reload_weights: Callable[[str], list[ReloadWeightsReply]]
     """Read the weights again from a directory."""
     get_status: Callable[[], list[Status]]
+    finish_switches: Callable[[Sequence[Status]], None]
+    """Bring all ranks to one placement of experts."""
     first_rank: int = 0
     weights_version: int | None = None
     """See LoadModel."""
@@ -250,6 +252,7 @@ class Loader:
         if self.needs_relink:
             with self.clock.phase("relink"):
                 self.relink()
+        self.finish_switches(statuses)
         if _must_read_again(statuses):
             with self.clock.phase("reload_weights"):
                 self.reload_weights(self.config.model.model)

@@ -22,6 +22,7 @@ from rpc_schema.errors import (
     WorkerDaemonError,
     WorkerError,
 )
+from rpc_schema.expert_placement import ExpertPlacement
 from rpc_schema.operations import StepMessage
 from worker_client.errors import (
     ClientError,
@@ -32,6 +33,7 @@ from worker_client.errors import (
     WorkerShutsDown,
 )
 from worker_client.group.attaching import Attachment
+from worker_client.group.experts import present_placements
 from worker_client.group.failure_state import Change, FailureState, RankLost
 from worker_client.group.group_channel import GroupChannel
 from worker_client.group.group_daemons import obstacle_to
@@ -106,6 +108,8 @@ class Replacement:
     weights_version: int | None
     """Number of the weights that a new rank reads from files, as those that stayed have; None if
     theirs are not of files."""
+    finish_switches: Callable[[Sequence[lc.Status]], None]
+    """Bring all ranks to one placement of experts."""
     clock: Stopwatch = field(default_factory=Stopwatch)
     vacant: dict[int, Endpoint] = field(default_factory=dict)
     memory: _Tags | None = None
@@ -192,7 +196,8 @@ class Replacement:
         self._free_memory_for_load(newcomers, by_rank)
         self._link(newcomers)
         if newcomers:
-            self._load(newcomers)
+            stayed = [each for rank, each in by_rank.items() if rank not in newcomers]
+            self._load(newcomers, present_placements(stayed))
         self._put_memory_back()
         return ReplacementReport(tuple(self.vacant), newcomers, self.clock.seconds, statuses)
 
@@ -286,15 +291,17 @@ class Replacement:
             self.channel.ask_each(build_for)
             self.channel.use_link(rendezvous)
 
-    def _load(self, newcomers: Sequence[int]) -> None:
-        """Load the new ranks alone; then warm all up, since they compute together."""
+    def _load(self, newcomers: Sequence[int], placements: Sequence[ExpertPlacement]) -> None:
+        """Load the new ranks alone, with the others' placements of experts; then warm all up, since
+        they compute together."""
         model, everyone = self.model, LoadChain(self.channel)
         alone = LoadChain(self.channel, newcomers)
         with self.clock.phase("load"):
-            alone.load_model(self.config, self.weights_version)
+            alone.load_model(self.config, self.weights_version, expert_placements=placements)
             alone.update_max_model_len(model.max_model_len)
             alone.initialize_from_config(model.kv_cache)
             alone.initialize_cache(model.num_blocks)
+        self.finish_switches(self.channel.daemons.get_status())
         with self.clock.phase("warm_up"):
             everyone.compile_or_warm_up_model()
 

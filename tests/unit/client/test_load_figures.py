@@ -7,13 +7,8 @@ from msgspec.structs import replace
 from rpc_schema.config import ParallelConfig
 from rpc_schema.lifecycle import ExpertLoad, GetStatusReply
 from tests.contract.random_messages import fixed_example
-from worker_client.cli.expert_loads import (
-    imbalance,
-    load_figures,
-    loads_by_layer,
-    loads_since,
-    num_expert_ranks,
-)
+from worker_client.cli.expert_loads import load_figures, num_expert_ranks
+from worker_client.group.expert_loads import imbalance, loads_by_layer, loads_since
 
 
 def statuses(*daemons):

@@ -125,3 +125,16 @@ def test_discarded_weights_come_back_by_an_update_of_all_of_them(weights):
 def test_interruption_of_nothing_leaves_the_weights_whole(weights):
     weights.interrupt("the driver was replaced")
     assert weights.is_whole
+
+
+def test_other_tensors_can_take_the_place_of_some(weights):
+    """Those of an expert that has moved here; an update must bring them from then on."""
+    weights.hold(["t00", "u1"], instead_of=["t00", "t01"])
+    assert (weights.report.state, weights.report.num_tensors) == ("whole", 40)
+    weights.begin(partial=False)
+    write(weights, *NAMES[:1], *NAMES[2:])
+    with pytest.raises(StateError, match="u1"):
+        weights.finish(SENT, 4)
+    write(weights, "u1")
+    weights.finish(SENT, 4)
+    assert weights.is_whole

@@ -21,7 +21,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from rpc_schema import lifecycle as lc
+from rpc_schema.config import ModelConfig, ParallelConfig, WorkerConfig
 from rpc_schema.errors import ConfigError
+from rpc_schema.expert_placement import ExpertMoves, RankPlacement
 from tests.contract.random_messages import fixed_example
 from tests.support.waiting import wait_until
 from tests.unit.server.driver import DaemonProcess, Driver
@@ -211,6 +213,21 @@ def test_readings_say_what_the_status_says() -> None:
             lc.ExpertLoad(layer=2, counts=experts),
             lc.ExpertLoad(layer=5, counts=bytes(32)),
         ),
+        config=WorkerConfig(
+            parallel=ParallelConfig(
+                tensor_parallel_size=1, data_parallel_size=2, data_parallel_lockstep=True
+            ),
+            model=ModelConfig(model="m"),
+        ),
+        expert_placements=(
+            RankPlacement(layer=2, experts=struct.pack("<6H", 0, 1, 2, 3, 2, 0)),
+            RankPlacement(
+                layer=5,
+                experts=struct.pack("<6H", 0, 1, 2, 3, 2, 0),
+                counts_before=struct.pack("<4q", 0, 0, 0, 0),
+            ),
+        ),
+        expert_moves=ExpertMoves(num_moved=7, num_switches=2, num_failed=3),
         memory_tags={"weights": "asleep"},
         providers={"attention": "own", "graphs": "12"},
     )
@@ -222,6 +239,14 @@ def test_readings_say_what_the_status_says() -> None:
     assert seen["gpu_temperature_celsius"] == [((), 50)] and seen["gpu_power_watts"] == []
     assert seen["expert_tokens_total"] == [(("2",), 40), (("5",), 0)]
     assert seen["expert_imbalance_ratio"] == [(("2",), 2.0)]
+    # 10 / 2 + 0 + 20 / 2 tokens on rank 0, 10 + 20 / 2 + 10 / 2 on rank 1
+    assert seen["expert_rank_imbalance_ratio"] == [(("2",), 1.25)]
+    before = struct.pack("<4q", 10, 0, 0, 6)  # since then, 20 of expert 2 and 4 of expert 3
+    placed = structs.replace(status.expert_placements[0], counts_before=before)
+    later = readings(structs.replace(status, expert_placements=(placed,)))
+    assert later["expert_rank_imbalance_ratio"] == [(("2",), pytest.approx(14 / 12))]
+    assert seen["experts_moved_total"] == [((), 7)]
+    assert seen["expert_moves_failed_total"] == [((), 3)]
     assert (("weights", "asleep"), 1.0) in seen["state"]
     assert (("weights", "awake"), 0.0) in seen["state"]
     assert "kv_cache" not in {axis for (axis, _), _ in seen["state"]}

@@ -3,11 +3,13 @@ keep. Main thread only, like the status."""
 
 import platform
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Final, TypeVar, get_args
 
 from rpc_schema import lifecycle as lc
+from rpc_schema.config import ParallelConfig
 from rpc_schema.health import LoadState, ServingState
 from rpc_schema.host_tier import HostTierStatus
 from rpc_schema.lease import LeaseState
@@ -108,6 +110,7 @@ class DaemonReadings:
             table.UPLOADS: _one(status.upload_bytes),
             table.GRAPHS: _one(int(status.providers.get("graphs", "0"))),
             **_experts(status.expert_loads),
+            **_expert_moves(status),
             table.UTILIZATION: _known(None if percent is None else percent / 100),
             table.TEMPERATURE: _known(None if load is None else load.temperature_c),
             table.POWER: _known(None if load is None else load.power_w),
@@ -187,6 +190,43 @@ def _experts(loads: Iterable[lc.ExpertLoad]) -> dict[ExportedMetric, list[Readin
         if total:
             imbalances.append((layer, max(counts) * len(counts) / total))
     return {table.EXPERT_TOKENS: tokens, table.EXPERT_IMBALANCE: imbalances}
+
+
+def _expert_moves(status: lc.Status) -> dict[ExportedMetric, list[Reading]]:
+    counts = {load.layer: array("q", load.counts) for load in status.expert_loads}
+    imbalances: list[Reading] = []
+    parallel = ParallelConfig() if status.config is None else status.config.parallel
+    num_ranks = parallel.tensor_parallel_size * parallel.replicas_in_step
+    for entry in status.expert_placements:
+        since = _since(counts.get(entry.layer, array("q")), array("q", entry.counts_before))
+        ranks = _loads_of_ranks(array("H", entry.experts), since, num_ranks)
+        if sum(ranks) > 0:
+            ratio = max(ranks) * num_ranks / sum(ranks)
+            imbalances.append(((str(entry.layer),), ratio))
+    moves = status.expert_moves
+    return {
+        table.EXPERT_RANK_IMBALANCE: imbalances,
+        table.EXPERTS_MOVED: [] if moves is None else _one(moves.num_moved),
+        table.EXPERT_MOVES_FAILED: [] if moves is None else _one(moves.num_failed),
+    }
+
+
+def _since(counts: Sequence[int], before: Sequence[int]) -> Sequence[int]:
+    """Return what was counted since `before`; all of it if the counters were set to 0 meanwhile."""
+    if len(before) != len(counts):
+        return counts
+    since = [new - old for new, old in zip(counts, before, strict=True)]
+    return counts if min(since, default=0) < 0 else since
+
+
+def _loads_of_ranks(placement: Sequence[int], counts: Sequence[int], num_ranks: int) -> list[float]:
+    """Return the tokens of each rank, if an expert's copies have equal parts of its tokens. counts:
+    of each expert; empty if they are not known."""
+    if not counts:
+        return []
+    size, copies = len(placement) // num_ranks, Counter(placement)
+    parts = [counts[expert] / copies[expert] for expert in placement]
+    return [sum(parts[first : first + size]) for first in range(0, len(parts), size)]
 
 
 def _version(*packages: str) -> str:

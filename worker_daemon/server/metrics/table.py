@@ -124,6 +124,20 @@ EXPERT_IMBALANCE: Final = _gauge(
     "Tokens of a layer's busiest expert over the mean of its experts, since the model was loaded.",
     "layer",
 )
+EXPERT_RANK_IMBALANCE: Final = _gauge(
+    "expert_rank_imbalance_ratio",
+    "Tokens of the busiest rank that shares a layer's experts over the mean of these ranks, since "
+    "the experts were placed as they are, if an expert's copies have equal parts. Of this daemon's "
+    "replica. Absent without enable_eplb.",
+    "layer",
+)
+EXPERTS_MOVED: Final = _counter(
+    "experts_moved", "Slots that got another expert, since the model was loaded."
+)
+EXPERT_MOVES_FAILED: Final = _counter(
+    "expert_moves_failed",
+    "Layers whose experts could not be moved to this rank, or not be switched, since then.",
+)
 WATCHDOG_AGE: Final = _gauge(
     "watchdog_age_seconds",
     "Time for which the running phase of the step thread, or the wait for a result, has lasted; 0 "
@@ -145,6 +159,7 @@ DAEMON_METRICS: Final = (
     *(STEP, STEP_PHASE, STEPS, STEP_REPLAYS, STEP_REJECTED, ERRORS, INFLIGHT_STEPS, INPUT_WAIT),
     *(TOKENS, DRAFTED_ROWS, DRAFT_TOKENS, ACCEPTED_TOKENS, REQUESTS, KV_BLOCKS, KV_USAGE),
     *(HOST_BLOCKS, HOST_MOVES, MEMORY, UPLOADS, GRAPHS, WEIGHTS_VERSION),
-    *(EXPERT_TOKENS, EXPERT_IMBALANCE, WATCHDOG_AGE, OVERDUE, HANGS, COMM_ABORTS, XID, DEGRADED),
+    *(EXPERT_TOKENS, EXPERT_IMBALANCE, EXPERT_RANK_IMBALANCE, EXPERTS_MOVED, EXPERT_MOVES_FAILED),
+    *(WATCHDOG_AGE, OVERDUE, HANGS, COMM_ABORTS, XID, DEGRADED),
     *(BAD_FRAMES, AUTH_FAILURES, UTILIZATION, TEMPERATURE, POWER),
 )

@@ -76,7 +76,7 @@ class StatusReport:
         num_bytes = len(_ENCODER.encode(status))
         if num_bytes <= MAX_STATUS_BYTES:
             return status
-        left_out = "config, kv_cache, memory, providers and expert loads"
+        left_out = "config, kv_cache, memory, providers, expert loads and placements"
         note = f"{left_out} are left out: the whole status would have {num_bytes} bytes"
         return structs.replace(
             status,
@@ -85,6 +85,7 @@ class StatusReport:
             memory_bytes={},
             providers={},
             expert_loads=(),
+            expert_placements=(),
             model_names=(),
             degraded=note,
         )
@@ -138,6 +139,8 @@ class StatusReport:
             ),
             model_names=snapshot.description.model_names,
             host_tier=snapshot.description.host_tier(),
+            expert_placements=snapshot.description.expert_placements(),
+            expert_moves=snapshot.description.expert_moves(),
         )
 
     def heartbeat(self) -> lc.Heartbeat:

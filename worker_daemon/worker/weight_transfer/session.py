@@ -401,6 +401,9 @@ def _places(
     stage: DecoderStage, resolved: ResolvedModel, format: wt.WeightFormat, place: RankPlace
 ) -> Places:
     decoder, parallel = resolved.decoder, place.parallel
+    if format == "kernel" and decoder.num_redundant_experts is not None:
+        problem = "experts can move between ranks"
+        raise config_error("format", format, problem, "checkpoint: each rank takes its experts")
     if format == "kernel" and place.sharing_experts(decoder) is not None:
         problem = "replicas share the experts, so ranks of equal tp_rank have different ones"
         raise config_error("format", format, problem, "checkpoint: each rank takes its experts")
