@@ -208,6 +208,7 @@ def skewed(model_root, tmp_path_factory):
     return made
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_a_skewed_router_become_even(open_group, skewed):
     """From three times the mean load to at most 1.3 times, by other requests' loads too; the same
     tokens."""
@@ -412,7 +413,8 @@ def test_every_copy_has_the_bytes_of_its_expert(open_group, quantization):
         assert len(held) == tensors * (FIELDS["num_experts"] + 3)
 
 
-@pytest.mark.parametrize(("pp", "tp"), [(1, 1), exhaustively(2, 1), exhaustively(1, 2)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 1), (1, 2)])
 def test_saved_set_has_the_experts_wherever_they_are(
     open_group, model_root, tmp_path, case, pp, tp
 ):
