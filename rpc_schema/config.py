@@ -215,6 +215,8 @@ class CacheConfig(Value, frozen=True, kw_only=True):
     without a KV cache ignore it."""
     kv_host_memory_bytes: Unsigned = 0
     """Host memory of each rank for the host tier: blocks that leave the prefix cache. 0: none."""
+    kv_files: bool = False
+    """Keep full blocks in files of each daemon's directory, for prompts that begin with them."""
 
 
 class GraphConfig(Value, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from rpc_schema.base import Extension
 from rpc_schema.host_tier import HostTierMoves
+from rpc_schema.kv_files import FileMoves
 from rpc_schema.lora_request import LoraRequest
 from rpc_schema.pooling import PooledOutputs, PoolingParams
 from rpc_schema.prompt_embeds import PromptEmbeds
@@ -59,7 +60,7 @@ RequestExtension: TypeAlias = (
 )
 """Extension of a request, from its admission on."""
 
-StepExtension: TypeAlias = GrammarMasks | HostTierMoves
+StepExtension: TypeAlias = GrammarMasks | HostTierMoves | FileMoves
 """Extension of one step, or of the sampling of one."""
 
 ReplyExtension: TypeAlias = (

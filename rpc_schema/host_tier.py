@@ -5,21 +5,9 @@ what each slot holds, and takes nothing back that it has not checked.
 Shapes: S blocks to store, L blocks to load.
 """
 
-from typing import Annotated, Final
-
-from msgspec import Meta
-
 from rpc_schema.base import Count, FramedExtension, Unsigned, Value
-from rpc_schema.cached_blocks import MAX_BLOCK_HASH_BYTES, BlockTag, HashBytes
-
-MAX_MOVED_BLOCKS: Final = 8192
-"""Bound on the blocks that a step stores, and on those that it loads."""
-
-MovedNumbers = Annotated[bytes, Meta(max_length=4 * MAX_MOVED_BLOCKS)]
-"""Little-endian int32: block ids, or slots of the host tier."""
-
-MovedHashes = Annotated[bytes, Meta(max_length=MAX_BLOCK_HASH_BYTES * MAX_MOVED_BLOCKS)]
-"""A hash for each block, all of one length, concatenated."""
+from rpc_schema.cached_blocks import BlockTag, HashBytes
+from rpc_schema.moved_blocks import MovedHashes, MovedNumbers
 
 
 class HostTierMoves(FramedExtension, frozen=True, tag=2, kw_only=True):

@@ -43,6 +43,7 @@ from rpc_schema.expert_placement import (
 from rpc_schema.health import LoadState, ServingState, StatusHead
 from rpc_schema.host_tier import HostTierStatus
 from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
+from rpc_schema.kv_files import KVFilesStatus
 from rpc_schema.lease import (
     DEFAULT_LEASE_TTL_MS,
     DEFAULT_ORPHAN_KV_TTL_MS,
@@ -238,6 +239,8 @@ class Status(StatusHead, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One entry for each layer with experts of this stage; empty without enable_eplb."""
     expert_moves: ExpertMoves | None = None
     """None without enable_eplb."""
+    kv_files: KVFilesStatus | None = None
+    """None if the loaded configuration keeps none."""
 
 
 class CommitAttachReply(ControlReply, frozen=True, tag=3, kw_only=True):

@@ -13,6 +13,7 @@ from rpc_schema import (
     cached_blocks,
     drafts,
     expert_placement,
+    kv_files,
     lease,
     lora,
     step,
@@ -263,6 +264,9 @@ _CONTROL_ROWS: Final[tuple[ControlOperation[Any], ...]] = (
         cached_blocks.GetCachedBlocksReply,
         Role.DRIVER,
         repeatable=True,
+    ),
+    ControlOperation(
+        kv_files.FetchKVBlocks, kv_files.FetchKVBlocksReply, Role.DRIVER, repeatable=True
     ),
     # The daemon's end.
     ControlOperation(lc.Drain, lc.Acknowledged, Role.ADMIN, repeatable=True),

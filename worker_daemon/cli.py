@@ -165,6 +165,14 @@ def serve(
         int | None,
         typer.Option(help="host memory for KV blocks, at most; default: what the host has free"),
     ] = None,
+    kv_file_dir: Annotated[
+        str | None,
+        typer.Option(help="keep files of KV blocks in this directory; default: none are kept"),
+    ] = None,
+    kv_file_bytes: Annotated[
+        int | None,
+        typer.Option(help="size of these files, at most; default: 16 GiB"),
+    ] = None,
     metrics_listen: Annotated[
         str | None,
         typer.Option(
@@ -283,6 +291,7 @@ def plan(
     kv_host_memory_bytes: Annotated[
         int, typer.Option(help="each rank's host memory for KV blocks; 0: none")
     ] = 0,
+    kv_files: Annotated[bool, typer.Option("--kv-files", help="keep files of KV blocks")] = False,
     max_loras: Annotated[int, typer.Option(help="LoRA adapters in a step")] = 0,
     max_lora_rank: Annotated[int, typer.Option(help="largest rank of an adapter")] = 16,
     speculative_method: Annotated[str, typer.Option(help="what drafts tokens")] = "none",
@@ -350,6 +359,7 @@ def plan(
                 gpu_memory_utilization=gpu_memory_utilization,
                 kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]  # as dtype above
                 kv_host_memory_bytes=kv_host_memory_bytes,
+                kv_files=kv_files,
             ),
             graph=GraphConfig(),
             lora=LoraConfig(max_loras=max_loras, max_lora_rank=max_lora_rank),

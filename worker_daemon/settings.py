@@ -43,6 +43,8 @@ KEYS: Final = (
     "allow-download",
     "upload-memory-bytes",
     "max-kv-host-memory-bytes",
+    "kv-file-dir",
+    "kv-file-bytes",
     "metrics-listen",
     "metrics-token-file",
     "reset-epoch",
@@ -90,6 +92,7 @@ below /tmp that others may have made."""
 _KEEPS_COMPILED: Final = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 _MAX_FILE_BYTES: Final = 1 << 20
 DEFAULT_UPLOAD_MEMORY_BYTES: Final = 2 << 30
+DEFAULT_KV_FILE_BYTES: Final = 16 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,10 @@ class ProcessSettings:
     """Limit on host memory for a driver's uploads."""
     max_kv_host_memory_bytes: int | None
     """Limit on host memory for the host tier; None: what the host has free."""
+    kv_file_dir: Path | None
+    """Directory of this daemon's files of KV blocks; None: it keeps none."""
+    kv_file_bytes: int
+    """Bound on the size of these files."""
     metrics_listen: str
     """Place of metrics and health, unix:PATH or ADDRESS:PORT; empty: none. Parsed by the server."""
     metrics_token_file: Path | None
@@ -394,6 +401,8 @@ def build_settings(given: Given) -> ProcessSettings:
         allow_download=_switch(given, "allow-download"),
         upload_memory_bytes=_bytes(given, "upload-memory-bytes", DEFAULT_UPLOAD_MEMORY_BYTES),
         max_kv_host_memory_bytes=_most_bytes(given, "max-kv-host-memory-bytes"),
+        kv_file_dir=_own_directory(given, "kv-file-dir", "KV blocks"),
+        kv_file_bytes=_bytes(given, "kv-file-bytes", DEFAULT_KV_FILE_BYTES),
         metrics_listen=_text(given, "metrics-listen", ""),
         metrics_token_file=_key_path(given, "metrics-token-file"),
         metrics_token_is_credential=_is_credential(given, "metrics-token-file"),

@@ -6,13 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from worker_daemon.settings import DEFAULT_UPLOAD_MEMORY_BYTES, KEYS, SettingSources
+from worker_daemon.settings import (
+    DEFAULT_KV_FILE_BYTES,
+    DEFAULT_UPLOAD_MEMORY_BYTES,
+    KEYS,
+    SettingSources,
+)
 from worker_host.plain_text import printable
 
 _DEFAULTS: Final[Mapping[str, str | int | bool]] = {
     "share-gpu": False,
     "allow-download": False,
     "upload-memory-bytes": DEFAULT_UPLOAD_MEMORY_BYTES,
+    "kv-file-bytes": DEFAULT_KV_FILE_BYTES,
     "reset-epoch": False,
     "log-level": "info",
     "log-format": "text",
@@ -30,6 +36,7 @@ _DEFAULTS_IN_WORDS: Final[Mapping[str, str]] = {
     "data-interface": "lo",
     "gpu-lock-dir": "/run/lock or /tmp",
     "max-kv-host-memory-bytes": "what the host has free",
+    "kv-file-dir": "none: no KV blocks are kept in files",
     "metrics-listen": "none",
     "metrics-token-file": "none",
     "exit-with-parent-fd": "none",

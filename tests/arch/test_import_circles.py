@@ -32,6 +32,7 @@ LATE_IMPORTS = {
     ("worker_daemon.cli", "worker_daemon.server.assembly"): "the extra `worker` is asked for first",
     ("worker_daemon.server.assembly", "worker_daemon.device.init"): TORCH,
     ("worker_daemon.server.assembly", "worker_daemon.distributed.rendezvous"): TORCH,
+    ("worker_daemon.server.assembly", "worker_daemon.runner.connectors.file_traffic"): TORCH,
     ("worker_daemon.server.assembly", "worker_daemon.worker.worker"): TORCH,
     (
         "worker_daemon.server.daemon",

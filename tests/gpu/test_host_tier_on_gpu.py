@@ -21,7 +21,7 @@ from tests.support.tiered_waves import (
     tiers,
 )
 from worker_client.launcher import LocalDaemons
-from worker_daemon.runner.connectors import host_tier
+from worker_daemon.runner.connectors import staging
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +37,7 @@ def test_blocks_are_what_a_model_of_them_says(staging_bytes, monkeypatch):
     """The device is behind the host all the time: a copy that does not wait for what it depends on
     sees other contents."""
     seed = random.randrange(1 << 30)
-    monkeypatch.setattr(host_tier, "STAGING_BYTES", staging_bytes)
+    monkeypatch.setattr(staging, "STAGING_BYTES", staging_bytes)
     tier = ModelledTier(random.Random(seed), "cuda:0", words_per_page=1 << 14)
     busy = torch.rand(BUSY_SIDE, BUSY_SIDE, device="cuda:0")
     found = []

@@ -308,6 +308,8 @@ def main(patch: pytest.MonkeyPatch) -> None:
         compiler: None,
         hub: HubSettings,
         max_kv_host_bytes: int | None,
+        kv_file_dir: Path | None,
+        kv_file_bytes: int,
     ) -> object:
         faults.strike("make_worker")
         worker = make_worker(

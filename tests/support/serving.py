@@ -101,6 +101,7 @@ def worker_config(
     kv_cache_memory_bytes: int | None = None,
     kv_cache_dtype: str = "auto",
     kv_host_memory_bytes: int = 0,
+    kv_files: bool = False,
     enable_sleep_mode: bool = False,
     enable_expert_parallel: bool = False,
     enable_return_routed_experts: bool = False,
@@ -136,6 +137,7 @@ def worker_config(
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             kv_cache_dtype=kv_cache_dtype,
             kv_host_memory_bytes=kv_host_memory_bytes,
+            kv_files=kv_files,
         ),
         graph=GraphConfig(),
         lora=lora,
@@ -322,6 +324,7 @@ def scheduler_limits(group: WorkerGroup, loaded: LoadedGroup, **changes: object)
         "makes_drafts": loaded_config.speculative.on_device,
         "routed_experts": loaded.metadata.routed_experts,
         "num_host_blocks": loaded.num_host_blocks,
+        "has_kv_files": loaded_config.cache.kv_files,
         "num_lookahead_tokens": usual_limits(loaded, loaded_config).num_lookahead_tokens,
     }
     return SchedulerLimits(**{**fields, **changes})

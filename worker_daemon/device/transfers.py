@@ -23,6 +23,11 @@ class TransferOrder:
         """Copy from the outgoing buffer to the host in the block, after gathering."""
         yield
 
+    def mark_departure(self) -> Callable[[], None]:
+        """Return a function that waits, on any thread, until what left so far is on the host. Call
+        it while leaving."""
+        return _no_wait
+
     def begin_arrivals(self) -> None:
         """Let arrivals from now on see what has left so far: call it before this step's
         gathering."""
@@ -73,6 +78,11 @@ class CudaTransferOrder(TransferOrder):
         self._left = _event()
         self._left.record(self._outgoing)
 
+    def mark_departure(self) -> Callable[[], None]:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._outgoing)
+        return event.synchronize
+
     def begin_arrivals(self) -> None:
         self._incoming.wait_event(self._left)
 
@@ -107,3 +117,7 @@ def transfer_order(device: torch.device) -> TransferOrder:
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def _no_wait() -> None:
+    """It is there."""

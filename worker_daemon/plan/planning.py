@@ -61,14 +61,14 @@ from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.expert_tensors import is_stack_of_experts
 from worker_daemon.models.partition import check_partition, partition_layers
 from worker_daemon.plan.step_memory import StageWidths, estimate_step_bytes
-from worker_daemon.runner.connectors.host_tier import tier_device_bytes
+from worker_daemon.runner.connectors.staging import staging_device_bytes
 from worker_daemon.runner.kv_cache import describe_further, describe_layers, routed_pages
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.worker.draft_model import find_draft, layers_of
 from worker_daemon.worker.resolve import (
     ResolvedModel,
     check_cache,
-    check_host_tier,
+    check_connector,
     check_lora,
     check_routed_experts,
     check_speculative,
@@ -191,7 +191,7 @@ def plan_memory(config: WorkerConfig, memory_bytes: int, model_roots: Sequence[P
     check_speculative(config.speculative)
     resolved = _resolve(config.model, model_roots)
     check_routed_experts(resolved, config.scheduler)
-    check_host_tier(config.cache, resolved)
+    check_connector(config.cache, resolved)
     roots = Roots(model_roots, None)
     found = find_draft(config.speculative, config.model, resolved, roots)
     draft = None if found is None else found[1]
@@ -407,8 +407,8 @@ class _PlannedRanks:
 
     def _available(self, sizes: _RankSizes, length: int, budget: int) -> int:
         taken = sizes.weights_bytes + sizes.adapter_bytes + self._rotary_table_bytes(sizes, length)
-        if self._num_host_blocks:
-            taken += tier_device_bytes(self._block_bytes(sizes))
+        if self._num_host_blocks or self._config.cache.kv_files:
+            taken += staging_device_bytes(self._block_bytes(sizes))
         return budget - taken - self._state_bytes(sizes) - self._step_bytes(sizes, length)
 
     def _state_bytes(self, sizes: _RankSizes, num_blocks: int = 0) -> int:

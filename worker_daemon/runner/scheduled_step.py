@@ -58,6 +58,8 @@ class StepLimits:
     """Sizes of the experts that requests may ask for; None: they may not."""
     num_host_blocks: int = 0
     """Slots of the host tier; 0: there is none."""
+    has_kv_files: bool = False
+    """Steps may move blocks to files and from there."""
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:

@@ -15,9 +15,11 @@ from worker_daemon.device.fault_watch import FaultWatch
 from worker_daemon.device.gauges import Gauges
 from worker_daemon.kernel_compiler import KernelCompiler
 from worker_daemon.phases import SetPhase
+from worker_daemon.runner.connectors.block_files import BlockFiles
 from worker_daemon.server.daemon import serve
 from worker_daemon.server.dispatch import RendezvousServerLike, WorkerLike
 from worker_daemon.settings import (
+    DEFAULT_KV_FILE_BYTES,
     ProcessSettings,
     hub_settings,
     prepare_environment,
@@ -46,6 +48,8 @@ def run_daemon(settings: ProcessSettings) -> int:
             hub=hub_settings(settings),
             compiler=compiler,
             max_kv_host_bytes=settings.max_kv_host_memory_bytes,
+            kv_file_dir=settings.kv_file_dir,
+            kv_file_bytes=settings.kv_file_bytes,
         )
         return serve(
             settings,
@@ -79,20 +83,25 @@ def make_worker(
     compiler: KernelCompiler | None = None,
     hub: HubSettings = NO_HUB,
     max_kv_host_bytes: int | None = None,
+    kv_file_dir: Path | None = None,
+    kv_file_bytes: int = DEFAULT_KV_FILE_BYTES,
 ) -> WorkerLike:
     """Load torch and make the worker; called on the step thread. Raises ConfigError if there is no
-    such device."""
+    such device, or if the directory of KV blocks cannot be this daemon's own; StartLaterError if
+    there is no room for it."""
     # While torch is imported, garbage collections take tenths of a second and find nothing.
     gc.disable()
     if device != "cpu":
         threading.Thread(target=_prepare_triton, name="triton", daemon=True).start()
     from worker_daemon.device.init import find_device  # torch takes seconds; sockets are bound
+    from worker_daemon.runner.connectors.file_traffic import FileTraffic
     from worker_daemon.worker.worker import Worker
 
     gc.collect()
     gc.freeze()
     gc.enable()
     find_device(device)
+    traffic = None if kv_file_dir is None else FileTraffic(BlockFiles(kv_file_dir, kv_file_bytes))
     return Worker(
         device,
         model_roots,
@@ -105,6 +114,7 @@ def make_worker(
         compiler=compiler,
         hub=hub,
         max_kv_host_bytes=max_kv_host_bytes,
+        kv_traffic=traffic,
     )
 
 

@@ -7,6 +7,8 @@ import torch
 from rpc_schema.kv_cache import KVCacheConfig
 from worker_daemon.distributed.bubbles import InputWaits
 from worker_daemon.models.weight_state import WeightReport, WeightState
+from worker_daemon.runner.connectors.filed_blocks import FiledBlocks
+from worker_daemon.runner.connectors.host_tier import TierCounts
 from worker_daemon.worker.description import WorkerDescription
 from worker_daemon.worker.expert_moves import moves_on_wire, placements_on_wire
 from worker_daemon.worker.loading import LoadedModel
@@ -20,7 +22,8 @@ def describe(
 ) -> WorkerDescription:
     """Describe what is loaded on a device, and its memory by use. None: not there yet."""
     opened = device.opened_or_none
-    tier = serving.host_tier if serving else None
+    connector = serving.runner.connector if serving else None
+    counts = None if connector is None else connector.counts
     slots = model.stage.expert_slots if model else None
     return WorkerDescription(
         device=device.name,
@@ -44,7 +47,8 @@ def describe(
         expert_moves=partial(moves_on_wire, slots.known) if slots else lambda: None,
         block_contents=serving.runner.state.contents if serving else None,
         host_contents=serving.runner.state.host_contents if serving else None,
-        host_tier=tier.counts.status if tier else lambda: None,
+        host_tier=counts.status if isinstance(counts, TierCounts) else lambda: None,
+        filed=counts if isinstance(counts, FiledBlocks) else None,
     )
 
 

@@ -1,16 +1,30 @@
 """The worker's state between operations: a value that any thread may read."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rpc_schema.config import WorkerConfig
 from rpc_schema.expert_placement import ExpertMoves, RankPlacement
 from rpc_schema.host_tier import HostTierStatus
 from rpc_schema.kv_cache import KVCacheConfig
+from rpc_schema.kv_files import KVFilesStatus
 from rpc_schema.lifecycle import KVCacheAdvice, MemoryTag, TagState
 from worker_daemon.models.weight_state import WeightReport
 from worker_daemon.runner.block_contents import BlockContents
+from worker_daemon.runner.connectors.block_files import ReadProgress
 from worker_host.draft_counts import DraftCounts
+
+
+class KVFiles(Protocol):
+    """The files of a rank's KV blocks: runner/connectors/filed_blocks.py:FiledBlocks, which imports
+    torch."""
+
+    def fetch(self, tag: bytes, hashes: Sequence[bytes]) -> ReadProgress:
+        """Read blocks into host memory, or go on with it."""
+
+    def status(self) -> KVFilesStatus:
+        """Return the present state; counts of the last steps may lack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,5 +72,7 @@ class WorkerDescription:
     """Those of the host tier's slots; None without one."""
     host_tier: Callable[[], HostTierStatus | None] = lambda: None
     """Returns the state of the host tier now; None without one."""
+    filed: KVFiles | None = None
+    """The files of the model's KV blocks; None if it keeps none."""
     model_names: tuple[str, ...] = ()
     """See ResolvedModel.names."""

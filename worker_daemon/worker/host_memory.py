@@ -9,7 +9,7 @@ from worker_daemon.device.backup import RESERVE_BYTES, host_room_bytes
 from worker_daemon.device.host_rows import HostRows
 from worker_daemon.errors import config_error
 from worker_daemon.runner.connectors.checksums import WORD_BYTES
-from worker_daemon.runner.connectors.host_tier import tier_device_bytes
+from worker_daemon.runner.connectors.staging import staging_device_bytes
 from worker_daemon.worker.loading import LoadedModel
 
 _FIELD = "cache.kv_host_memory_bytes"
@@ -38,8 +38,7 @@ def open_host_rows(
     """
     if not plan.num_host_blocks:
         return None
-    page_sizes = (plan.size_bytes // plan.num_blocks, plan.draft_bytes // plan.num_blocks)
-    block_bytes = sum(page_sizes)
+    block_bytes = block_bytes_of(plan, _FIELD, cache.kv_host_memory_bytes)
     size = plan.num_host_blocks * block_bytes
     if size > cache.kv_host_memory_bytes:
         problem = (
@@ -48,10 +47,6 @@ def open_host_rows(
         fix = f"at most {cache.kv_host_memory_bytes // max(1, block_bytes)}"
         field = "kv_cache_config.num_host_blocks"
         raise config_error(field, plan.num_host_blocks, problem, fix)
-    if not page_sizes[0] or any(size % WORD_BYTES for size in page_sizes):
-        problem = f"pages of {page_sizes[0]} bytes on this rank are no whole number of words"
-        fix = f"a block size whose pages are multiples of {WORD_BYTES} bytes, or 0"
-        raise config_error(_FIELD, cache.kv_host_memory_bytes, problem, fix)
     room = host_room_bytes() - RESERVE_BYTES
     if size > room:
         raise CapacityError(
@@ -63,12 +58,27 @@ def open_host_rows(
     return HostRows(plan.num_host_blocks, block_bytes, device)
 
 
-def host_tier_bytes(model: LoadedModel, device: torch.device) -> int:
-    """Return the most device memory that a model's host tier takes, besides what the memory profile
-    finds; 0 without a tier, and on the CPU, whose memory is not profiled so closely."""
+def block_bytes_of(plan: KVCacheConfig, field: str, value: object) -> int:
+    """Return the bytes that a rank keeps of a block, for a KV connector. field, value: of the
+    configuration that asks for it.
+
+    Raises:
+        ConfigError: a page is no whole number of words.
+    """
+    page_sizes = (plan.size_bytes // plan.num_blocks, plan.draft_bytes // plan.num_blocks)
+    if not page_sizes[0] or any(size % WORD_BYTES for size in page_sizes):
+        problem = f"pages of {page_sizes[0]} bytes on this rank are no whole number of words"
+        fix = f"a block size whose pages are multiples of {WORD_BYTES} bytes, or none"
+        raise config_error(field, value, problem, fix)
+    return sum(page_sizes)
+
+
+def connector_bytes(model: LoadedModel, device: torch.device) -> int:
+    """Return the most device memory that a model's KV connector takes, besides what the memory
+    profile finds; 0 without one, and on the CPU, whose memory is not profiled so closely."""
     cache = model.config.cache
-    if not cache.kv_host_memory_bytes or device.type == "cpu":
+    if not (cache.kv_host_memory_bytes or cache.kv_files) or device.type == "cpu":
         return 0
     layers = [spec for spec in model.kv_cache_specs if not isinstance(spec, RowState)]
     per_token = sum(layer.bytes_per_token for layer in layers)
-    return tier_device_bytes(max(1, cache.block_size * per_token))
+    return staging_device_bytes(max(1, cache.block_size * per_token))

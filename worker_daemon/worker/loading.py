@@ -72,7 +72,7 @@ from worker_daemon.worker.model_identity import ModelFiles
 from worker_daemon.worker.resolve import (
     ResolvedModel,
     check_cache,
-    check_host_tier,
+    check_connector,
     check_lora,
     check_routed_experts,
     check_saved_experts,
@@ -222,7 +222,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
     resolved = roots.resolve(message.model, set_phase, message.content)
     check_routed_experts(resolved, message.scheduler)
     placements = read_placements(message.expert_placements, resolved.decoder)
-    check_host_tier(message.cache, resolved, in_lockstep=place.parallel.lockstep)
+    check_connector(message.cache, resolved, in_lockstep=place.parallel.lockstep)
     if not supports(place.device, resolved.dtype):
         problem = "this device does not support this dtype"
         raise config_error("dtype", str(resolved.dtype), problem, "float16")

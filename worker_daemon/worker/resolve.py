@@ -289,26 +289,32 @@ def resolve_cache_dtype(cache: CacheConfig, model: ResolvedModel) -> torch.dtype
     return FP8
 
 
-def check_host_tier(cache: CacheConfig, model: ResolvedModel, *, in_lockstep: bool = False) -> None:
-    """Check that the model's blocks can be kept in host memory, if they are to be. in_lockstep:
-    replicas take each step together.
+def check_connector(cache: CacheConfig, model: ResolvedModel, *, in_lockstep: bool = False) -> None:
+    """Check that the model's blocks can be kept outside the KV cache, if they are to be.
+    in_lockstep: replicas take each step together.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: they cannot, or are to be kept in two places.
     """
-    size, problem, fix = cache.kv_host_memory_bytes, "", "0"
-    if not size:
+    if cache.kv_files and cache.kv_host_memory_bytes:
+        problem = "blocks go to host memory, and there is one place for them"
+        raise config_error("cache.kv_files", True, problem, "False, or kv_host_memory_bytes = 0")
+    if not (cache.kv_files or cache.kv_host_memory_bytes):
         return
+    field, value, none = "kv_host_memory_bytes", cache.kv_host_memory_bytes, "0"
+    if cache.kv_files:
+        field, value, none = "kv_files", True, "False"
+    problem, fix = "", none
     if model.decoder.keeps_state:
-        problem = "layers of the model keep a state per request, which host memory does not"
+        problem = "layers of the model keep a state per request, which blocks do not have"
     elif model.routed_experts is not None:
         problem = "the experts of tokens would come back unchecked"
-        fix = "0, or leave out enable_return_routed_experts"
+        fix = f"{none}, or leave out enable_return_routed_experts"
     elif in_lockstep:
-        problem = "replicas in lockstep have no host tier"
-        fix = "0, or replicas with steps of their own"
+        problem = "replicas in lockstep keep blocks in the KV cache alone"
+        fix = f"{none}, or replicas with steps of their own"
     if problem:
-        raise config_error("cache.kv_host_memory_bytes", size, problem, fix)
+        raise config_error(f"cache.{field}", value, problem, fix)
 
 
 def check_lora(config: LoraConfig) -> None:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -15,7 +17,6 @@ from rpc_schema.errors import CapacityError, CommError
 from rpc_schema.kv_cache import KVCacheConfig, groups_of
 from rpc_schema.operations import StepMessage
 from worker_daemon.contracts.uploads import FindUpload, no_uploads
-from worker_daemon.device.host_rows import HostRows
 from worker_daemon.device.init import device_name
 from worker_daemon.distributed.link import Link
 from worker_daemon.drafting.interface import Drafter, MakeDrafter
@@ -26,7 +27,7 @@ from worker_daemon.kernel_compiler import KernelCompiler, hash_sources
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.raising import Translation
 from worker_daemon.runner.assemble import RunnerParts, assemble_runner, step_graphs, tie_stage
-from worker_daemon.runner.connectors.host_tier import HostTier
+from worker_daemon.runner.connectors.interface import KVConnector
 from worker_daemon.runner.cuda_graph import StepGraphs
 from worker_daemon.runner.kv_cache import BlockPages, KVMemory
 from worker_daemon.runner.request_state import RequestState
@@ -52,6 +53,9 @@ from worker_daemon.worker.rank_device import OpenedDevice
 from worker_daemon.worker.resolve import pooling_support
 from worker_host.draft_counts import DraftCounts
 
+OpenConnector: TypeAlias = Callable[[BlockPages, RequestState], KVConnector]
+"""Opens a KV connector over the blocks of a KV cache."""
+
 
 class Serving:
     """Owned by the worker and used on the step thread; freed by reset, with its device memory."""
@@ -64,16 +68,12 @@ class Serving:
         kv: KVMemory,
         set_phase: SetPhase,
         find_upload: FindUpload = no_uploads,
-        host_rows: HostRows | None = None,
+        open_connector: OpenConnector | None = None,
     ) -> None:
         """Starts with empty rows and without graphs. kv: of plan.num_blocks, or none for
-        NullAttention. host_rows: those of the host tier, of plan.num_host_blocks."""
+        NullAttention. open_connector: None: blocks stay in the KV cache."""
         self.plan = plan
         self.kv = kv
-        self._host_rows = host_rows
-        self._weights = model.weights
-        self.host_tier: HostTier | None = None
-        """The runner's KV connector; None without host rows."""
         self._set_phase = set_phase
         self._enforce_eager = model.config.graph.enforce_eager
         limits = _limits(model, plan)
@@ -95,18 +95,15 @@ class Serving:
             find_upload=find_upload,
             make_drafter=_drafters(opened, model, limits, kv.further),
             routing=_routing(opened, model, kv.further),
-            open_connector=None if host_rows is None else self._open_host_tier,
+            open_connector=(
+                None if open_connector is None else partial(open_connector, BlockPages(kv))
+            ),
             experts=opened.place.sharing_experts(model.resolved.decoder),
         )
         self.runner = assemble_runner(self._parts, opened.link, limits, kv.layers)
         self._graphs = StepGraphs()
         self.is_warm = False
         """True after its first warm-up."""
-
-    def _open_host_tier(self, state: RequestState) -> HostTier:
-        assert self._host_rows is not None, "there is a tier"
-        self.host_tier = HostTier(BlockPages(self.kv), self._host_rows, state, self._weights)
-        return self.host_tier
 
     @property
     def num_graphs(self) -> int:
@@ -370,4 +367,5 @@ def _limits(model: LoadedModel, plan: KVCacheConfig) -> StepLimits:
         makes_drafts=model.config.speculative.on_device,
         routed_experts=model.resolved.routed_experts,
         num_host_blocks=plan.num_host_blocks,
+        has_kv_files=model.config.cache.kv_files,
     )

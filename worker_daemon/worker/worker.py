@@ -46,15 +46,22 @@ from worker_daemon.models.saving import Saver, SaveReport, SaveRequest
 from worker_daemon.models.tensor_bytes import checksum
 from worker_daemon.models.tensorized import TENSORIZER_PATTERN, tensorizer_files
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
-from worker_daemon.runner.kv_cache import KVMemory
+from worker_daemon.runner.connectors.file_traffic import FileTraffic
+from worker_daemon.runner.connectors.filed_blocks import FiledBlocks
+from worker_daemon.runner.connectors.files import FileConnector
+from worker_daemon.runner.connectors.host_tier import HostTier
+from worker_daemon.runner.connectors.interface import KVConnector
+from worker_daemon.runner.kv_cache import BlockPages, KVMemory
 from worker_daemon.runner.output import PendingOutput
+from worker_daemon.runner.request_state import RequestState
 from worker_daemon.worker.describing import describe, memory_by_kind
 from worker_daemon.worker.description import WorkerDescription
 from worker_daemon.worker.expert_moves import ExpertMover
+from worker_daemon.worker.filing import check_kv_files, open_filed_blocks
 from worker_daemon.worker.frozen_start import FrozenStart
 from worker_daemon.worker.host_memory import (
     check_host_memory,
-    host_tier_bytes,
+    connector_bytes,
     open_host_rows,
 )
 from worker_daemon.worker.loading import (
@@ -96,12 +103,14 @@ class Worker:
         compiler: KernelCompiler | None = None,
         hub: HubSettings = NO_HUB,
         max_kv_host_bytes: int | None = None,
+        kv_traffic: FileTraffic | None = None,
     ) -> None:
         """Touches no device before init_device. save_root: directory of saved weights; None: saving
         is refused. profile_dir: directory of traces; None: traces are refused. num_threads:
         torch's, if the user set it. lora_roots: directories of LoRA adapters; empty: adapters are
         refused. compiler: see profile_memory; not closed here. hub: of models by name.
-        max_kv_host_bytes: most host memory of the host tier; None: what the host has free."""
+        max_kv_host_bytes: most host memory of the host tier; None: what the host has free.
+        kv_traffic: with the files of KV blocks, closed here; None: files are refused."""
         self._roots = Roots(model_roots, save_root, lora_roots, hub)
         self._saver = Saver(save_root)
         self._profiler = Profiler(profile_dir, self._settle_transfers)
@@ -118,6 +127,9 @@ class Worker:
         self._frozen_start = FrozenStart()
         self._host_rows: HostRows | None = None
         """The host tier's memory. Like the KV cache it outlives drivers, and ends with a reset."""
+        self._kv_traffic = kv_traffic
+        self._filed: FiledBlocks | None = None
+        """The files of the model's KV blocks; None if it keeps none."""
 
     @property
     def rank(self) -> int:
@@ -144,6 +156,7 @@ class Worker:
         self._set_phase("LOADING", LONG_OPERATION_S)
         opened = self._device.opened
         check_host_memory(message.cache, self._max_kv_host_bytes)
+        check_kv_files(message.cache, self._kv_traffic)
         with opened.ledger.taking("weights"):
             model = load(message, opened.place, self._roots, self._set_phase)
         self._model_or_none = model
@@ -172,7 +185,7 @@ class Worker:
         found = profile_memory(opened, model, message, self._set_phase, self._compiler)
         check_step_deadline(opened, model, message, self._set_phase)
         override = model.config.cache.kv_cache_memory_bytes
-        available = found.available - host_tier_bytes(model, opened.place.device)
+        available = found.available - connector_bytes(model, opened.place.device)
         return lc.DetermineAvailableMemoryReply(
             **self._identity(message),
             available_bytes=max(0, available) if override is None else override,
@@ -206,7 +219,11 @@ class Worker:
             fix = str(model.config.cache.block_size)
             raise config_error("kv_cache_config.block_size", plan.block_size, problem, fix)
         self._close_host_rows()
-        self._host_rows = open_host_rows(plan, model.config.cache, opened.place.device)
+        device = opened.place.device
+        self._host_rows = open_host_rows(plan, model.config.cache, device)
+        self._filed = open_filed_blocks(
+            plan, model, opened.place.parallel, device, self._kv_traffic
+        )
         with opened.ledger.taking("kv_cache"):
             kv = model.allocate_kv_caches(plan, model.memory.make_kv_cache)
         model.attend(is_real=True)
@@ -824,6 +841,8 @@ class Worker:
         self._profiler.end()
         self._transfer.close_engine()
         self._close_host_rows()
+        if self._kv_traffic is not None:
+            self._kv_traffic.close()
         # Graphs first: NCCL releases a communicator only once no graph holds its kernels.
         self._serving_or_none = None
         if self._model_or_none is not None:
@@ -867,16 +886,22 @@ class Worker:
             kv,
             self._set_phase,
             self._find_upload,
-            self._host_rows,
+            self._open_connector if self._host_rows or self._filed else None,
         )
+
+    def _open_connector(self, pages: BlockPages, state: RequestState) -> KVConnector:
+        if self._filed is not None:
+            return FileConnector(pages, self._filed, state)
+        assert self._host_rows is not None, "otherwise there is no connector"
+        return HostTier(pages, self._host_rows, state, self._model.weights)
 
     def _close_host_rows(self) -> None:
         """Free the memory of the host tier, once no copy is in progress."""
         if self._host_rows is None:
             return
         serving = self._serving_or_none
-        if serving is not None and serving.host_tier is not None:
-            serving.host_tier.settle()
+        if serving is not None and serving.runner.connector is not None:
+            serving.runner.connector.settle()
         self._host_rows.close()
         self._host_rows = None
 

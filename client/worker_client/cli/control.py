@@ -11,6 +11,7 @@ import typer
 
 from rpc_schema.expert_placement import RankPlacement
 from rpc_schema.host_tier import HostTierStatus
+from rpc_schema.kv_files import KVFilesStatus
 from rpc_schema.lease import LeaseStatus
 from rpc_schema.lifecycle import Drain, KVCacheAdvice, ReplyDelay, Status
 from worker_client.cli.daemons import RunningDaemons
@@ -128,6 +129,15 @@ def _host_tier(tier: HostTierStatus) -> str:
     )
 
 
+def _kv_files(files: KVFilesStatus) -> str:
+    return (
+        f"{files.num_files} files, {files.size_bytes // MIB} of {files.most_bytes // MIB} MiB; "
+        f"{files.num_stored} blocks stored, {files.num_dropped} dropped, {files.num_failed} "
+        f"failed; {files.num_loaded} loaded, {files.num_invalid} of these invalid; "
+        f"{files.num_bad_files} bad files"
+    )
+
+
 def _delays(delay: ReplyDelay) -> str:
     return (
         f"the last {delay.num_replies} results were sent within {delay.p50_us:.0f} us (p50), "
@@ -158,6 +168,7 @@ def _block(status: Status) -> str:
         "memory": _memory(status),
         "kv cache": "" if status.kv_cache is None else held_blocks(status),
         "host tier": "" if status.host_tier is None else _host_tier(status.host_tier),
+        "kv files": "" if status.kv_files is None else _kv_files(status.kv_files),
         "advice": "" if status.kv_cache_advice is None else _advice(status.kv_cache_advice),
         "experts": _imbalances(status),
         "asleep": ", ".join(asleep),

@@ -276,6 +276,9 @@ class CacheOptions:
         int,
         typer.Option(min=0, max=2**63 - 1, help="Each rank's host memory for KV blocks; 0: none."),
     ] = 0
+    kv_files: Annotated[
+        bool, typer.Option("--kv-files", help="Keep KV blocks in files of the daemons.")
+    ] = False
 
     def config(self) -> CacheConfig:
         """Return the cache's configuration."""
@@ -289,6 +292,7 @@ class CacheOptions:
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,
             kv_cache_dtype=one_of("kv_cache_dtype", self.kv_cache_dtype, KVCacheDtype),
             kv_host_memory_bytes=self.kv_host_memory_bytes,
+            kv_files=self.kv_files,
         )
 
 

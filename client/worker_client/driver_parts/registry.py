@@ -10,6 +10,7 @@ from worker_client.driver_parts.experts import expert_parts
 from worker_client.driver_parts.host_tier import host_tier_parts
 from worker_client.driver_parts.interface import DriverPart
 from worker_client.driver_parts.kept_prefixes import KeptPrefixesPart
+from worker_client.driver_parts.kv_files import kv_files_parts
 from worker_client.driver_parts.request_uploads import UploadsPart
 from worker_client.driver_parts.weights import WeightsPart
 from worker_client.structured.driver_parts import structured_parts
@@ -43,6 +44,7 @@ DRIVER_PARTS: Final[tuple[MakeParts, ...]] = (
     lambda context, options: (KeptPrefixesPart(context),) if options.keeps_prefixes else (),
     lambda context, options: expert_parts(context, options.eplb_step_interval),
     lambda context, options: host_tier_parts(context, restores=options.keeps_prefixes),
+    lambda context, options: kv_files_parts(context),
 )
 
 

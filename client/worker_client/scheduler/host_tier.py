@@ -3,17 +3,18 @@ memory, and what the step that is being planned moves. Every rank does the same 
 the driver's, as blocks are."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
-from rpc_schema.host_tier import MAX_MOVED_BLOCKS
+from rpc_schema.moved_blocks import MAX_MOVED_BLOCKS
 from worker_client.scheduler_output import SchedulerOutput
 from worker_client.steps.cached_blocks import CachedBlocks
 from worker_client.steps.host_moves import HostMoves, MovedBlocks
 
 
 class TierSlots:
-    """Slots and their contents, the least recently used first. A key names contents: it has a
-    block's hash and KV group. All keys have one length. Owned by RequestBlocks, or by vLLM's side.
+    """See OutsideBlocks: slots and their contents, the least recently used first. A key names
+    contents: it has a block's hash and KV group. All keys have one length. Owned by RequestBlocks,
+    or by vLLM's side.
 
     Contents that are loaded stay in their slot: when their block is evicted again, nothing has to
     be copied.
@@ -52,6 +53,12 @@ class TierSlots:
         """Load contents that are kept into a block with the next step."""
         # Of several loads of a block, the last counts.
         self._loads[block_id] = (self._slot_of[key], key)
+
+    def offer(self, key: bytes, block_id: int) -> None:
+        """See OutsideBlocks. Blocks are stored when they are evicted."""
+
+    def blocks_lost(self) -> None:
+        """See OutsideBlocks. Nothing is stored without a step."""
 
     def evict(self, key: bytes, block_id: int) -> None:
         """Store the contents that a block is about to lose, unless they are there."""
@@ -136,17 +143,6 @@ class TierSlots:
         self._stores.clear()
         self._loads.clear()
         self._busy.clear()
-
-
-def keys_of(hashes: Sequence[bytes], num_groups: int) -> Iterator[bytes]:
-    """Yield the keys of hashes in all groups."""
-    for group in range(num_groups):
-        yield from (key_of(group, each) for each in hashes)
-
-
-def key_of(group: int, block_hash: bytes) -> bytes:
-    """Return the key of a block's contents."""
-    return block_hash + bytes((group,))
 
 
 def _stored_by(outputs: Iterable[SchedulerOutput]) -> Iterator[tuple[bytes, int]]:

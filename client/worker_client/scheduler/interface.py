@@ -241,6 +241,13 @@ class SchedulerLimits:
     """Sizes of the experts that requests may ask for; None: they may not."""
     num_host_blocks: int = 0
     """Slots of the ranks' host tier; 0: there is none."""
+    has_kv_files: bool = False
+    """The ranks keep files of KV blocks."""
+
+    @property
+    def moves_blocks(self) -> bool:
+        """True if steps may move blocks between the KV cache and another place."""
+        return self.num_host_blocks > 0 or self.has_kv_files
 
     @cached_property
     def bounds(self) -> ModelBounds:
@@ -325,6 +332,7 @@ def scheduler_limits(
         max_itl_ms=max_itl_ms,
         routed_experts=model.metadata.routed_experts,
         num_host_blocks=model.num_host_blocks,
+        has_kv_files=config.cache.kv_files,
     )
 
 

@@ -76,6 +76,7 @@ class Scheduler:
             ClientConfigError: limits.max_itl_ms is not a positive, finite number.
         """
         self._limits = limits
+        self._moves_blocks = limits.moves_blocks
         self._texts = texts
         self._blocks = RequestBlocks(limits)
         self._weights = SamplingWeights()
@@ -280,7 +281,7 @@ class Scheduler:
             num_drafts=decoded.num_drafts,
             draft_token_ids=brought,
             skip_drafts=self._draft_lengths is not None and not self._draft_lengths.asks,
-            extensions=self._blocks.take_moves() if self._limits.num_host_blocks else (),
+            extensions=self._blocks.take_moves() if self._moves_blocks else (),
         )
 
     def update_from_output(
@@ -347,7 +348,7 @@ class Scheduler:
         self._weights.set_version(version.number, unfinished)
         if self._blocks.use_weights(version.key, unfinished):
             self.forget_prefixes()
-            self._blocks.forget_host_tier()
+            self._blocks.forget_outside()
 
     def share_recomputed(self) -> None:
         """Share the blocks of running requests, again; see RecomputingScheduler."""
@@ -398,7 +399,30 @@ class Scheduler:
 
     def forget_host_tier(self) -> None:
         """Drop what is in host memory; see TieredScheduler."""
-        self._blocks.forget_host_tier()
+        self._blocks.forget_outside()
+
+    @property
+    def has_kv_files(self) -> bool:
+        """True if blocks are kept in files; see FetchingScheduler."""
+        return self._blocks.has_kv_files
+
+    def may_fetch(self, req_id: str) -> bool:
+        """Return True if a request could be admitted next; see FetchingScheduler."""
+        request = self._queues.unfinished.get(req_id)
+        return request is not None and self._queues.is_in_line(request)
+
+    def lacking_blocks(self, req_id: str, *, windowed: bool) -> Sequence[Sequence[bytes]]:
+        """Return what a waiting request could begin with; see FetchingScheduler."""
+        request = self._queues.unfinished.get(req_id)
+        return [] if request is None else self._blocks.find_lacking(request, windowed=windowed)
+
+    def note_fetched(self, hashes: Sequence[bytes]) -> None:
+        """Note blocks that all ranks have read from files; see FetchingScheduler."""
+        self._blocks.note_fetched(hashes)
+
+    def forget_fetched(self) -> None:
+        """Drop them; see FetchingScheduler."""
+        self._blocks.forget_outside()
 
     def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
         """Roll back failed steps: lost requests wait again, in order of arrival."""

@@ -52,6 +52,9 @@ class HeldBlocks:
     """Those of them whose KV came from host memory."""
     may_share: bool = True
     """True if it may reuse cached blocks of other requests."""
+    num_offered: int = 0
+    """Leading hashes whose blocks were offered to a place outside of the KV cache, or need not
+    be."""
     root: bytes = b""
     """First parent of the hash chain."""
     num_preemptions: int = 0

@@ -15,12 +15,13 @@ import numpy as np
 
 from rpc_schema.kv_cache import NULL_BLOCK, blocks_behind, blocks_for, most_blocks
 from worker_client.scheduler.block_pool import BlockPool
-from worker_client.scheduler.host_tier import TierSlots, key_of, keys_of
+from worker_client.scheduler.filed_blocks import FetchedBlocks
+from worker_client.scheduler.host_tier import TierSlots
 from worker_client.scheduler.interface import SchedulerLimits
+from worker_client.scheduler.outside_blocks import OutsideBlocks, key_of, keys_of
 from worker_client.scheduler.request import Request
-from worker_client.scheduler_output import SchedulerOutput
+from worker_client.scheduler_output import SchedulerOutput, StepValues
 from worker_client.steps.cached_blocks import CachedBlocks
-from worker_client.steps.host_moves import HostMoves
 
 _TOKEN_BYTES: Final = 4
 _HASH_BYTES: Final = 16
@@ -29,7 +30,7 @@ _FORMAT: Final = b"worker_client blake2b 2"
 
 Prefix: TypeAlias = Sequence[Sequence[int]]
 """First blocks of a request in each group."""
-IN_HOST_TIER: Final = -1
+OUTSIDE: Final = -1
 """Takes the place of a block whose contents have to be loaded."""
 
 
@@ -61,10 +62,14 @@ class RequestBlocks:
         self._most_tokens = limits.max_num_batched_tokens
         can_share = not limits.keeps_state or self._every > 0
         self._caches_prefixes = limits.enable_prefix_caching and can_share
+        self._outside: OutsideBlocks | None = None
         self._tier: TierSlots | None = None
+        self._files: FetchedBlocks | None = None
         if limits.num_host_blocks and self._caches_prefixes:
-            self._tier = TierSlots(limits.num_host_blocks)
-        on_evict = None if self._tier is None else self._evict
+            self._outside = self._tier = TierSlots(limits.num_host_blocks)
+        elif limits.has_kv_files and self._caches_prefixes:
+            self._outside = self._files = FetchedBlocks()
+        on_evict = None if self._outside is None else self._evict
         self._pool = BlockPool(limits.num_blocks, len(self._groups), self._every, on_evict)
         self._extends_each = self._has_windows or self._every > 0
         """Requests take blocks one request at a time."""
@@ -132,23 +137,56 @@ class RequestBlocks:
         """True if evicted blocks go to host memory."""
         return self._tier is not None
 
-    def take_moves(self) -> tuple[HostMoves, ...]:
-        """Return what the step that is sent now moves between blocks and host memory."""
-        return () if self._tier is None else self._tier.take_moves(self.tag)
+    @property
+    def has_kv_files(self) -> bool:
+        """True if full blocks go to files."""
+        return self._files is not None
+
+    def take_moves(self) -> tuple[StepValues, ...]:
+        """Return what the step that is sent now moves between blocks and another place."""
+        return () if self._outside is None else self._outside.take_moves(self.tag)
 
     def restore_host_tier(self, slots: CachedBlocks) -> int:
         """Take the contents of the slots that an earlier driver has filled; return how many."""
         return 0 if self._tier is None else self._tier.restore(slots)
 
-    def forget_host_tier(self) -> None:
-        """Drop all contents of host memory."""
-        if self._tier is not None:
-            self._tier.forget_all()
+    def find_lacking(self, request: Request, *, windowed: bool) -> list[list[bytes]]:
+        """Return the keys of the blocks that a request could begin with and that are not cached, by
+        group; none if it may begin with no others'. windowed: of the groups with windows, what they
+        need for the longest prefix that the others can serve now; else of the others, all."""
+        if not self._caches_prefixes or not request.blocks.may_share:
+            return []
+        self._hash(request)
+        hashes, unit = request.blocks.hashes, self._prefix_unit
+        length = request.most_cached // self.unit // unit * unit
+        if windowed:
+            for group, blocks in enumerate(self._groups):
+                if blocks.window is None:
+                    length = self._cached_length(group, hashes, length) // unit * unit
+        found = []
+        for group, (blocks, stride) in enumerate(zip(self._groups, self._strides, strict=True)):
+            if windowed != (blocks.window is not None):
+                continue
+            first = blocks_behind(length * self.unit, blocks) if windowed else 0
+            names = (hashes[(i + 1) * stride - 1] for i in range(first, length // stride))
+            cached = self._pool.contents(group)
+            found.append([key_of(group, each) for each in names if each not in cached])
+        return found
+
+    def note_fetched(self, keys: Iterable[bytes]) -> None:
+        """Note blocks that all ranks have read from files."""
+        if self._files is not None:
+            self._files.fetched(keys)
+
+    def forget_outside(self) -> None:
+        """Drop all contents outside of the KV cache."""
+        if self._outside is not None:
+            self._outside.forget_all()
 
     def fail_moves(self, outputs: Iterable[SchedulerOutput]) -> None:
-        """Drop what failed steps were to store in host memory."""
-        if self._tier is not None:
-            self._tier.fail(outputs)
+        """Drop what failed steps were to move."""
+        if self._outside is not None:
+            self._outside.fail(outputs)
 
     def give_up(self, request: Request, block_ids: Collection[int]) -> bool:
         """Return True if a request has one of these blocks, whose contents were not those that it
@@ -163,12 +201,12 @@ class RequestBlocks:
 
     def _forget(self, hashes: Sequence[bytes]) -> None:
         self._pool.forget(hashes)
-        if self._tier is not None:
-            self._tier.forget(keys_of(hashes, len(self._groups)))
+        if self._outside is not None:
+            self._outside.forget(keys_of(hashes, len(self._groups)))
 
     def _evict(self, block_id: int, group: int, block_hash: bytes) -> None:
-        assert self._tier is not None, "otherwise nobody asks"
-        self._tier.evict(key_of(group, block_hash), block_id)
+        assert self._outside is not None, "otherwise nobody asks"
+        self._outside.evict(key_of(group, block_hash), block_id)
 
     def extend(self, request: Request, count: int) -> list[list[int]] | None:
         """Allocate the blocks that a request lacks for its next `count` tokens, and return those of
@@ -252,9 +290,9 @@ class RequestBlocks:
             if self._every:
                 length = self._checkpointed_length(hashes, length)
         prefix = self._prefixes(hashes, length)
-        if self._tier is not None:
+        if self._outside is not None:
             # A step loads so many; beyond that, half of a prefix is better than none.
-            while sum(own.count(IN_HOST_TIER) for own in prefix) > self._tier.room:
+            while sum(own.count(OUTSIDE) for own in prefix) > self._outside.room:
                 length = length // 2 // unit * unit
                 prefix = self._prefixes(hashes, length)
         return prefix
@@ -270,11 +308,11 @@ class RequestBlocks:
         group's blocks."""
         stride, blocks = self._strides[group], self._groups[group]
         if blocks.window is None:
-            cached, tier = self._pool.contents(group), self._tier
+            cached, outside = self._pool.contents(group), self._outside
             for end in range(stride, most + 1, stride):
                 block_hash = hashes[end - 1]
                 if block_hash not in cached and (
-                    tier is None or key_of(group, block_hash) not in tier
+                    outside is None or key_of(group, block_hash) not in outside
                 ):
                     return end - stride
             return most // stride * stride
@@ -304,12 +342,12 @@ class RequestBlocks:
         return [NULL_BLOCK] * behind + [block_id for block_id in found if block_id is not None]
 
     def _find(self, group: int, hashes: Sequence[bytes], index: int) -> int | None:
-        """Return the block with the contents at an index, or IN_HOST_TIER; None if neither has
-        them."""
+        """Return the block with the contents at an index, or OUTSIDE; None if neither has them."""
         block_hash = hashes[(index + 1) * self._strides[group] - 1]
         block_id = self._pool.find(group, block_hash)
-        if block_id is None and self._tier is not None and key_of(group, block_hash) in self._tier:
-            return IN_HOST_TIER
+        outside = self._outside
+        if block_id is None and outside is not None and key_of(group, block_hash) in outside:
+            return OUTSIDE
         return block_id
 
     def num_cached(self, prefix: Prefix) -> int:
@@ -326,9 +364,9 @@ class RequestBlocks:
         for group, own in zip(self._groups, prefix, strict=True):
             most = most_blocks(len(request.tokens), group, self._most_tokens)
             if own:
-                num_lacking = own.count(NULL_BLOCK) + own.count(IN_HOST_TIER)
+                num_lacking = own.count(NULL_BLOCK) + own.count(OUTSIDE)
                 most = max(0, most - len(own) + num_lacking)
-                most += self._pool.num_free_among([i for i in own if i != IN_HOST_TIER])
+                most += self._pool.num_free_among([i for i in own if i != OUTSIDE])
             needed += most
         return needed <= num_free
 
@@ -336,11 +374,12 @@ class RequestBlocks:
         """Give a request the cached blocks that it begins with, and those for `count` tokens."""
         num_cached, blocks, num_loaded = self.num_cached(prefix), request.blocks, 0
         if num_cached:
-            if self._tier is not None:
-                num_loaded = prefix[0].count(IN_HOST_TIER) * self._groups[0].block_size
-                prefix = self._load(request, self._tier, prefix)
+            if self._outside is not None:
+                num_loaded = prefix[0].count(OUTSIDE) * self._groups[0].block_size
+                prefix = self._load(request, self._outside, prefix)
             self.resume(request, prefix, num_cached)
             blocks.num_remembered = blocks.num_shared = num_cached // self.unit
+            blocks.num_offered = blocks.num_shared
             self.extend(request, count)
         else:
             needed = [-(-count // size) for size in self._sizes]
@@ -353,7 +392,7 @@ class RequestBlocks:
             blocks.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
             blocks.num_loaded_tokens = min(num_loaded, request.num_prompt_tokens)
 
-    def _load(self, request: Request, tier: TierSlots, prefix: Prefix) -> Prefix:
+    def _load(self, request: Request, outside: OutsideBlocks, prefix: Prefix) -> Prefix:
         """Let the next step load what a request begins with and no block has, into blocks that
         others may share at once; return the prefix with these. They have no reference yet."""
         hashes, found = request.blocks.hashes, [list(own) for own in prefix]
@@ -361,15 +400,15 @@ class RequestBlocks:
             (group, index, hashes[(index + 1) * self._strides[group] - 1])
             for group, own in enumerate(prefix)
             for index, block_id in enumerate(own)
-            if block_id == IN_HOST_TIER
+            if block_id == OUTSIDE
         ]
-        # Allocations evict blocks: neither what is there nor what is in host memory may go.
+        # Allocations evict blocks: neither what is there nor what is outside may go.
         for own in prefix:
-            self._pool.hold([i for i in own if i != IN_HOST_TIER])
-        tier.keep(key_of(group, block_hash) for group, _, block_hash in lacking)
+            self._pool.hold([i for i in own if i != OUTSIDE])
+        outside.keep(key_of(group, block_hash) for group, _, block_hash in lacking)
         for group, index, block_hash in lacking:
             (block_id,) = self._pool.allocate(1)
-            tier.load(key_of(group, block_hash), block_id)
+            outside.load(key_of(group, block_hash), block_id)
             self._pool.remember(group, block_id, block_hash)
             found[group][index] = block_id
         for block_ids in found:
@@ -388,7 +427,7 @@ class RequestBlocks:
         for size, own in zip(self._sizes, by_group, strict=True):
             self._pool.forget_blocks(own[num_computed // size :])
         self.resume(request, by_group, num_computed)
-        if self._tier is not None:
+        if self._outside is not None:
             # Blocks that it had loaded may not have matched, which its former driver alone was
             # told: then it is computed again.
             request.blocks.num_shared = num_computed // self.unit
@@ -401,7 +440,7 @@ class RequestBlocks:
         for block_ids in request.blocks.by_group:
             self._pool.release(block_ids)
         request.blocks.by_group, request.blocks.end = (), 0
-        request.blocks.num_remembered = 0
+        request.blocks.num_remembered = request.blocks.num_offered = 0
         request.num_computed = 0
 
     def remember(self, request: Request) -> None:
@@ -422,6 +461,23 @@ class RequestBlocks:
                 else:
                     self._pool.remember(group, own[index], block_hash)
         blocks.num_remembered = max(num_full, blocks.num_remembered)
+        if self._files is not None:
+            self._offer(request, self._files)
+
+    def _offer(self, request: Request, files: FetchedBlocks) -> None:
+        """Offer the blocks that a request has filled, and from which it has sampled a token: had
+        one NaN, so would the token."""
+        blocks, num_tokens = request.blocks, len(request.tokens)
+        if num_tokens == request.num_prompt_tokens:
+            return
+        num_good = min(blocks.num_remembered, (num_tokens - 1) // self.unit)
+        for group, own in enumerate(blocks.by_group):
+            stride = self._strides[group]
+            for index in range(blocks.num_offered // stride, num_good // stride):
+                block_hash = blocks.hashes[(index + 1) * stride - 1]
+                if self._pool.find(group, block_hash) == own[index]:
+                    files.offer(key_of(group, block_hash), own[index])
+        blocks.num_offered = max(num_good, blocks.num_offered)
 
     def preempt(self, request: Request) -> None:
         """Remember a request's blocks, which it is about to lose to others."""
@@ -453,6 +509,8 @@ class RequestBlocks:
         request caches them again."""
         self._to_remember.clear()
         self._pool.forget_all()
+        if self._outside is not None:
+            self._outside.blocks_lost()
         for request in good:
             request.blocks.num_remembered = 0
 

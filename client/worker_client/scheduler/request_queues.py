@@ -112,6 +112,13 @@ class RequestQueues:
         for request in self._behind.pop(req_id, ()):
             self._wait(request)
 
+    def is_in_line(self, request: Request) -> bool:
+        """Return True if an unfinished request may be admitted next: it does not run, is not held,
+        and waits behind no other's prompt."""
+        if request.is_running or request.id in self._held:
+            return False
+        return not any(request in line for line in self._behind.values())
+
     def hold(self, request: Request) -> None:
         """Take a waiting request out of line; it cannot be admitted until it is released."""
         if request.id in self._held:

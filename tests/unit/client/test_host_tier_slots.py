@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from rpc_schema.host_tier import MAX_MOVED_BLOCKS
+from rpc_schema.moved_blocks import MAX_MOVED_BLOCKS
 from tests.support.exhaustive import seeds
 from worker_client.scheduler import host_tier
 from worker_client.scheduler.host_tier import TierSlots

@@ -16,7 +16,7 @@ from tests.support.host_moves import (
     ModelledTier,
     moves_of,
 )
-from worker_daemon.runner.connectors import host_tier
+from worker_daemon.runner.connectors import staging
 from worker_daemon.runner.connectors.checksums import BlockChecksums
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ HASH = b"h" * HASH_BYTES
 def test_blocks_are_what_a_model_of_them_says(seed, monkeypatch):
     rng = random.Random(seed)
     # Blocks of 88 bytes: one, two, or all of a step's at once.
-    monkeypatch.setattr(host_tier, "STAGING_BYTES", rng.choice([1, 176, 1 << 20]))
+    monkeypatch.setattr(staging, "STAGING_BYTES", rng.choice([1, 176, 1 << 20]))
     tier, num_invalid = ModelledTier(rng, "cpu"), 0
     for _ in range(120):
         tier.compute()

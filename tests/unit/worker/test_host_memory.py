@@ -10,7 +10,7 @@ from rpc_schema.errors import CapacityError, ConfigError
 from rpc_schema.kv_cache import KVCacheConfig
 from worker_daemon.worker import host_memory
 from worker_daemon.worker.host_memory import check_host_memory, open_host_rows
-from worker_daemon.worker.resolve import check_host_tier
+from worker_daemon.worker.resolve import check_connector
 
 CPU = torch.device("cpu")
 
@@ -35,8 +35,8 @@ def plan(**fields):
 )
 def test_models_that_cannot_have_it(refused, lockstep, said):
     with pytest.raises(ConfigError, match=said):
-        check_host_tier(CacheConfig(kv_host_memory_bytes=1), refused, in_lockstep=lockstep)
-    check_host_tier(CacheConfig(), refused, in_lockstep=lockstep)
+        check_connector(CacheConfig(kv_host_memory_bytes=1), refused, in_lockstep=lockstep)
+    check_connector(CacheConfig(), refused, in_lockstep=lockstep)
 
 
 def test_the_operators_bound():

@@ -3,6 +3,7 @@
 from copy import copy
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,15 +15,19 @@ class BlockChecksums:
     hashing is fast", 2014): the sum of w_i * x_i with random odd 64-bit keys w_i.
 
     Any change of a single word is found, since w_i is odd; a change of several is missed with a
-    probability of about 2^-32. The keys are of this object, so checksums of another mean nothing.
+    probability of about 2^-32. The keys are random, or follow from a seed: then checksums of other
+    objects with it, in other processes too, can be compared.
     The same torch operations run on the CPU and on a GPU, where they read the words once and write
     and read twice as many bytes: device memory is fast beside the host's bus.
     """
 
-    def __init__(self, num_words: int, most_rows: int, device: torch.device) -> None:
-        """num_words: of a row; most_rows: at once."""
-        keys = torch.randint(-(2**63), 2**63 - 1, (num_words,), dtype=torch.int64)
-        self._keys = (keys | 1).to(device)
+    def __init__(
+        self, num_words: int, most_rows: int, device: torch.device, seed: int | None = None
+    ) -> None:
+        """num_words: of a row; most_rows: at once. seed: None for random keys."""
+        # NumPy promises the same stream in all versions, which torch does not.
+        keys = np.random.Philox(key=seed).random_raw(num_words).astype(np.uint64) | np.uint64(1)
+        self._keys = torch.from_numpy(keys.view(np.int64)).to(device)
         self._products = torch.empty((most_rows, num_words), dtype=torch.int64, device=device)
 
     def beside(self) -> "BlockChecksums":

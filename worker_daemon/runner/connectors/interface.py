@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from worker_daemon.contracts.arrays import Int32s
+from worker_daemon.contracts.arrays import Bools, Int32s
 from worker_daemon.runner.scheduled_step import ScheduledStep
 
 
@@ -33,14 +33,24 @@ class Loaded(NamedTuple):
         return self.has_arrived is None or self.has_arrived()
 
     @property
+    def are_bad(self) -> Bools:
+        """bool [L], once they are known: True for the blocks that were filled with NaN."""
+        are_bad: Bools = torch.cat([*self.is_bad]).numpy()
+        return are_bad
+
+    @property
     def invalid_blocks(self) -> Int32s:
         """The blocks that were filled with NaN, once they are known."""
-        invalid: Int32s = self.block_ids[torch.cat([*self.is_bad]).numpy()]
+        invalid: Int32s = self.block_ids[self.are_bad]
         return invalid
 
 
 class KVConnector(Protocol):
-    """Owned by the runner, used on the step thread. Opened before the KV cache is allocated."""
+    """Owned by the runner, used on the step thread."""
+
+    @property
+    def counts(self) -> object:
+        """Its counts, for any thread. They outlive it, and hold none of its memory."""
 
     def begin(self, step: ScheduledStep) -> Loaded | None:
         """Start what an accepted step moves: launches only, in the order of the device's work. What

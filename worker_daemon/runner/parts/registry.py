@@ -22,6 +22,7 @@ from worker_daemon.runner.parts.full_logprobs import FullLogprobsPart
 from worker_daemon.runner.parts.grammar_masks import GrammarMasksPart
 from worker_daemon.runner.parts.host_tier import HostTierPart
 from worker_daemon.runner.parts.interface import PartContext, StepPart
+from worker_daemon.runner.parts.kv_files import KVFilesPart
 from worker_daemon.runner.parts.logit_bias import LogitBiasPart
 from worker_daemon.runner.parts.logits_processors import LogitsProcessorsPart
 from worker_daemon.runner.parts.logprob_tokens import LogprobTokensPart
@@ -44,6 +45,7 @@ PARTS: Final[tuple[type[StepPart], ...]] = (
     PromptEmbedsPart,  # before the first layer
     ReplayedExpertsPart,
     HostTierPart,  # acts before the forward pass, by the connector
+    KVFilesPart,  # likewise
     LoraPart,
     FullLogprobsPart,  # before all that change logits
     GrammarMasksPart,

@@ -12,6 +12,7 @@ from rpc_schema import lifecycle as lc
 from rpc_schema.config import ParallelConfig
 from rpc_schema.health import LoadState, ServingState
 from rpc_schema.host_tier import HostTierStatus
+from rpc_schema.kv_files import KVFilesStatus
 from rpc_schema.lease import LeaseState
 from rpc_schema.version import PROTOCOL_VERSION, SOFTWARE_VERSION
 from worker_daemon.server.metrics import table
@@ -106,6 +107,7 @@ class DaemonReadings:
             table.KV_BLOCKS: [(("total",), num_blocks), (("held",), held)],
             table.KV_USAGE: _one(min(1.0, held / num_blocks) if num_blocks else 0.0),
             **_host_tier(status.host_tier),
+            **_kv_files(status.kv_files),
             table.MEMORY: _by(status.memory_bytes),
             table.UPLOADS: _one(status.upload_bytes),
             table.GRAPHS: _one(int(status.providers.get("graphs", "0"))),
@@ -141,6 +143,23 @@ def _host_tier(tier: HostTierStatus | None) -> dict[ExportedMetric, list[Reading
     return {
         table.HOST_BLOCKS: [(("total",), tier.num_slots), (("held",), tier.num_held)],
         table.HOST_MOVES: [((kind,), count) for kind, count in moves],
+    }
+
+
+def _kv_files(files: KVFilesStatus | None) -> dict[ExportedMetric, list[Reading]]:
+    if files is None:
+        return {table.FILE_BYTES: [], table.FILE_MOVES: []}
+    moves = (
+        ("stored", files.num_stored),
+        ("dropped", files.num_dropped),
+        ("failed", files.num_failed),
+        ("loaded", files.num_loaded),
+        ("bad", files.num_bad_files),
+        ("invalid", files.num_invalid),
+    )
+    return {
+        table.FILE_BYTES: [(("held",), files.size_bytes), (("bound",), files.most_bytes)],
+        table.FILE_MOVES: [((kind,), count) for kind, count in moves],
     }
 
 

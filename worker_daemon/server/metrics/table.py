@@ -103,6 +103,20 @@ HOST_MOVES: Final = _counter(
     "KV cache was made.",
     "kind",
 )
+FILE_BYTES: Final = _gauge(
+    "kv_file_bytes",
+    "Size of the files of KV blocks: held, of any model, and the bound. Absent without any.",
+    "state",
+)
+FILE_MOVES: Final = _counter(
+    "kv_file_blocks",
+    "KV blocks stored in files; dropped, because too many waited; failed, because the file system "
+    "refused (a full disk); loaded; bad files, which could not be read or were not what they "
+    "should be; and invalid loads, whose contents did not match or were not there. Bad and invalid "
+    "ones are computed again. Since the daemon's start, invalid and loaded ones since the KV cache "
+    "was made.",
+    "kind",
+)
 MEMORY: Final = _gauge(
     "memory_bytes",
     "Memory of the device (or the host) by use, as in `worker-client status --json`, after the "
@@ -158,7 +172,7 @@ DAEMON_METRICS: Final = (
     *(BUILD_INFO, STATE, RANK, LEASE_EPOCH, LEASE_REMAINING, STARTUP, OPERATION, LOAD_PROGRESS),
     *(STEP, STEP_PHASE, STEPS, STEP_REPLAYS, STEP_REJECTED, ERRORS, INFLIGHT_STEPS, INPUT_WAIT),
     *(TOKENS, DRAFTED_ROWS, DRAFT_TOKENS, ACCEPTED_TOKENS, REQUESTS, KV_BLOCKS, KV_USAGE),
-    *(HOST_BLOCKS, HOST_MOVES, MEMORY, UPLOADS, GRAPHS, WEIGHTS_VERSION),
+    *(HOST_BLOCKS, HOST_MOVES, FILE_BYTES, FILE_MOVES, MEMORY, UPLOADS, GRAPHS, WEIGHTS_VERSION),
     *(EXPERT_TOKENS, EXPERT_IMBALANCE, EXPERT_RANK_IMBALANCE, EXPERTS_MOVED, EXPERT_MOVES_FAILED),
     *(WATCHDOG_AGE, OVERDUE, HANGS, COMM_ABORTS, XID, DEGRADED),
     *(BAD_FRAMES, AUTH_FAILURES, UTILIZATION, TEMPERATURE, POWER),

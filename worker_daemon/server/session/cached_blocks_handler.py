@@ -1,5 +1,5 @@
 """Handles control requests for the contents of KV blocks: checks sender and values;
-runner/block_contents.py keeps the notes.
+runner/block_contents.py keeps the notes, runner/connectors/filed_blocks.py the files.
 
 Only the lease's holder may note contents, and an attach takes the lease before it is posted to the
 step thread. So no note of an epoch comes after the step thread has ended that epoch.
@@ -13,6 +13,7 @@ import numpy as np
 from rpc_schema import cached_blocks as cb
 from rpc_schema.codec import ControlMessage, ControlReplyMessage
 from rpc_schema.kv_cache import NULL_BLOCK
+from rpc_schema.kv_files import FetchKVBlocks, FetchKVBlocksReply
 from worker_daemon.contracts.arrays import Int32s
 from worker_daemon.errors import config_error
 from worker_daemon.runner.block_contents import BlockContents, versioned_tag
@@ -23,7 +24,8 @@ _ITEM_BYTES = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedBlocksHandler:
-    """Answers every request of rpc_schema/cached_blocks.py, only for the lease holder."""
+    """Answers every request of rpc_schema/cached_blocks.py and kv_files.py, only for the lease
+    holder."""
 
     _need_attached: Callable[[int], None]
     """Raises unless the epoch is the attached driver's."""
@@ -35,6 +37,7 @@ class CachedBlocksHandler:
         return {
             cb.NoteCachedBlocks: self._note_cached_blocks,
             cb.GetCachedBlocks: self._get_cached_blocks,
+            FetchKVBlocks: self._fetch_kv_blocks,
         }
 
     def _note_cached_blocks(self, message: cb.NoteCachedBlocks) -> ControlReplyMessage:
@@ -78,6 +81,22 @@ class CachedBlocksHandler:
             hash_bytes=noted.hashes.shape[1],
             hashes=noted.hashes.tobytes(),
             next_block=last if last < end else 0,
+        )
+
+    def _fetch_kv_blocks(self, message: FetchKVBlocks) -> ControlReplyMessage:
+        """Raises as need_attached does, and ConfigError: the hashes do not fit."""
+        self._need_attached(message.epoch)
+        width, raw = message.hash_bytes, message.hashes
+        if len(raw) % width:
+            problem = f"it is no whole number of hashes of {width} bytes"
+            raise config_error("hashes", f"{len(raw)} bytes", problem, "send whole ones")
+        filed = self._progress.snapshot.description.filed
+        if filed is None:
+            return FetchKVBlocksReply(call=message.call, num_ready=0, is_done=True)
+        hashes = [raw[first : first + width] for first in range(0, len(raw), width)]
+        fetched = filed.fetch(message.block_tag, hashes)
+        return FetchKVBlocksReply(
+            call=message.call, num_ready=fetched.num_ready, is_done=fetched.is_done
         )
 
     def _contents(self) -> tuple[BlockContents | None, int]:

@@ -95,6 +95,7 @@ class StatusReport:
         stamp, snapshot = progress.stamp, progress.snapshot
         load, weights = self.device_watch.load, snapshot.description.weights()
         draft_weights = snapshot.description.draft_weights()
+        filed = snapshot.description.filed
         return lc.Status(
             worker_uid=self.worker_uid,
             pid=os.getpid(),
@@ -141,6 +142,7 @@ class StatusReport:
             host_tier=snapshot.description.host_tier(),
             expert_placements=snapshot.description.expert_placements(),
             expert_moves=snapshot.description.expert_moves(),
+            kv_files=None if filed is None else filed.status(),
         )
 
     def heartbeat(self) -> lc.Heartbeat:
