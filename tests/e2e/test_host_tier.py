@@ -13,7 +13,7 @@ from tests.support.checkpoints import make_checkpoint, prompts
 from tests.support.exhaustive import exhaustively
 from tests.support.flipping_daemon import FlippingDaemons
 from tests.support.forked_daemons import ForkedDaemons
-from tests.support.lora_adapters import adapted_requests, make_adapter
+from tests.support.lora_adapters import adapted_requests, clear_prompt, make_adapter
 from tests.support.rounded_caches import with_fp8_cache
 from tests.support.serving import (
     LOOKUPS,
@@ -122,7 +122,7 @@ def test_adapters_load_their_own_blocks(serve, checkpoint):
     base = checkpoint("LlamaForCausalLM", seed=31)
     merged = make_adapter(base, "tiered", seed=1, rank=8)
     seed = random.randrange(1 << 20)
-    stem = prompts(seed, [40])[0].tolist()
+    stem = clear_prompt([base, merged], seed, 40)
     lora = LoraConfig(max_loras=1, max_lora_rank=16)
     with serve(base.path, num_gpu_blocks=NUM_GPU_BLOCKS, lora=lora, **CONFIG) as (group, loaded):
         models = [(base, None), (merged, group.loras.add("tiered"))]

@@ -11,10 +11,10 @@ import pytest
 
 from rpc_schema.config import LoraConfig
 from rpc_schema.errors import ConfigError
-from tests.support.checkpoints import make_checkpoint, prompts
+from tests.support.checkpoints import make_checkpoint
 from tests.support.exhaustive import exhaustively, seeds
 from tests.support.filing_daemons import FilingDaemons, damage, settled
-from tests.support.lora_adapters import adapted_requests, make_adapter
+from tests.support.lora_adapters import adapted_requests, clear_prompt, make_adapter
 from tests.support.rounded_caches import with_fp8_cache
 from tests.support.serving import connect, drafts_by, worker_config
 from tests.support.tiered_waves import (
@@ -169,7 +169,7 @@ def test_adapters_load_their_own_blocks(filing, checkpoint):
     merged = make_adapter(base, "filed", seed=1, rank=8)
     seed = random.randrange(1 << 20)
     print("seed", seed)
-    stem = prompts(seed, [40])[0].tolist()
+    stem = clear_prompt([base, merged], seed, 40)
     lora = LoraConfig(max_loras=1, max_lora_rank=16)
     with serving(filing, base, lora=lora) as (group, loaded):
         models = [(base, None), (merged, group.loras.add("filed"))]

@@ -18,6 +18,8 @@ from worker_client.requests import GenerationRequest
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 ALL = (*ATTENTION, *MLP)
+MAX_TOKENS = 10
+"""Tokens of a request, unless a test says how many."""
 
 
 def config_of(
@@ -85,13 +87,27 @@ def make_adapter(
     return Checkpoint(path, adapted.merge_and_unload())
 
 
+def clear_prompt(models: Sequence[Checkpoint], seed: int, length: int) -> list[int]:
+    """Return a random prompt after which no model has a near tie: same_prompt of
+    adapted_requests."""
+    source = random.Random(seed)
+    while True:
+        prompt: list[int] = prompts(source.randrange(1 << 20), [length])[0].tolist()
+        try:
+            for model in models:
+                model.greedy(prompt, MAX_TOKENS)
+        except NearTie:
+            continue
+        return prompt
+
+
 def adapted_requests(
     models: Sequence[tuple[Checkpoint, GroupAdapter | None]],
     seed: int,
     count: int,
     *,
     lengths: Sequence[int] = (5, 23, 11, 37),
-    max_tokens: int = 10,
+    max_tokens: int = MAX_TOKENS,
     same_prompt: Sequence[int] | None = None,
 ) -> tuple[list[GenerationRequest], dict[str, list[int]]]:
     """Return requests of each model in turn, and their expected tokens. same_prompt: all share one
