@@ -181,7 +181,7 @@ def test_lora(typed, driving):
 
 @pytest.mark.parametrize("page", ["quantization.md", "kv-cache.md", "speculative-decoding.md"])
 def test_options_of_the_model(typed, page, place, daemon):
-    lines = commands(page)
+    lines = [line for b in blocks(f"docs/{page}") if b.run_by for line in b.commands]
     for line in lines:
         if not line.startswith("worker-daemon plan"):
             with WorkerGroup(daemon.endpoints, ParallelConfig(), lease=LONG_LEASE) as group:

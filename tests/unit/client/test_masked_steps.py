@@ -17,6 +17,7 @@ from rpc_schema.step import NO_TOKEN
 from rpc_schema.structured import StructuredOutput
 from tests.support.fake_daemon import VOCAB_SIZE, Fault
 from tests.support.flat_requests import changed
+from tests.support.waiting import wait_until
 from tests.unit.client.conftest import worker_config
 from tests.unit.client.test_driver import (
     EndlessScheduler,
@@ -227,8 +228,9 @@ def test_every_token_of_a_request_has_its_mask(fakes, connect, kind, dp, pp, tro
     }
     assert needed <= grammars.masks, seed
     assert not grammars.begun, "all matchers were given up"
-    assert not any(daemon.rows for daemon in daemons.daemons), seed
-    assert not any(daemon.deferred for daemon in daemons.daemons), seed
+    # A rank that owes no outcome may be a step behind.
+    no_rows = lambda: not any(daemon.rows or daemon.deferred for daemon in daemons.daemons)  # noqa: E731
+    wait_until(no_rows, f"no daemon has rows, seed {seed}")
 
 
 def test_requests_in_one_state_share_a_mask(fakes, connect, monkeypatch):
