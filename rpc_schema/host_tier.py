@@ -43,6 +43,7 @@ class HostTierStatus(Value, frozen=True, kw_only=True):
     num_held: Count
     """Slots with known contents."""
     size_bytes: Unsigned
+    """Without the checksums of the blocks."""
     is_pinned: bool
     """False while its memory is being page-locked, and on the CPU."""
     num_stored: Unsigned
@@ -50,3 +51,7 @@ class HostTierStatus(Value, frozen=True, kw_only=True):
     """Loads that were asked for, the invalid ones included."""
     num_invalid: Unsigned
     """Loads that did not match."""
+    num_sent: Unsigned = 0
+    """Blocks sent to another group (rpc_schema/kv_transfer.py)."""
+    num_received: Unsigned = 0
+    """Blocks received from another group."""

@@ -14,6 +14,7 @@ from rpc_schema import (
     drafts,
     expert_placement,
     kv_files,
+    kv_transfer,
     lease,
     lora,
     step,
@@ -268,6 +269,22 @@ _CONTROL_ROWS: Final[tuple[ControlOperation[Any], ...]] = (
     ControlOperation(
         kv_files.FetchKVBlocks, kv_files.FetchKVBlocksReply, Role.DRIVER, repeatable=True
     ),
+    # Blocks that move between groups.
+    ControlOperation(
+        kv_transfer.GetKVConnectorHandshakeMetadata,
+        kv_transfer.GetKVConnectorHandshakeMetadataReply,
+        Role.DRIVER,
+        repeatable=True,
+    ),
+    ControlOperation(kv_transfer.OpenKVTransfer, lc.Acknowledged, Role.DRIVER),
+    ControlOperation(kv_transfer.MoveKVBlocks, lc.Acknowledged, Role.DRIVER),
+    ControlOperation(
+        kv_transfer.GetKVTransfers,
+        kv_transfer.GetKVTransfersReply,
+        Role.DRIVER,
+        repeatable=True,
+    ),
+    ControlOperation(kv_transfer.CloseKVTransfer, lc.Acknowledged, Role.DRIVER, repeatable=True),
     # The daemon's end.
     ControlOperation(lc.Drain, lc.Acknowledged, Role.ADMIN, repeatable=True),
     ControlOperation(lc.Shutdown, lc.Acknowledged, Role.ADMIN),

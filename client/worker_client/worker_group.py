@@ -31,6 +31,7 @@ from worker_client.group.failure_state import Answer, Change, FailureState, Grou
 from worker_client.group.group_channel import SOLE_REPLICA, GroupChannel, ReplicaPlace
 from worker_client.group.group_channel import RankProgress as RankProgress
 from worker_client.group.kv_files import GroupKVFiles
+from worker_client.group.kv_transfers import GroupTransfers
 from worker_client.group.load_chain import LoadChain
 from worker_client.group.loading import LoadedGroup, Loader, check_config, group_limits
 from worker_client.group.loras import GroupLoras
@@ -123,6 +124,7 @@ class WorkerGroup:
         self.uploads = GroupUploads(self._channel)
         self.prefixes = GroupPrefixes(self._channel, self._steps)
         self.kv_files = GroupKVFiles(self._channel)
+        self.transfers = GroupTransfers(self._channel)
         self.drafts = GroupDrafts(self._channel, self._steps)
         self.profiling = GroupProfiling(self._channel)
         self._keys = keys

@@ -1,6 +1,6 @@
 """`python -m tests.support.flipping_daemon FLIPS_FILE serve ...`: the real daemon, whose host
-memory changes a bit of some blocks just before they are loaded, as a file says: of one of so many,
-and a seed. It writes beside it how many it has changed."""
+memory changes a bit of some blocks just before they are loaded, or on their way to another group,
+as a file says: of one of so many, and a seed. It writes beside it how many it has changed."""
 
 import json
 import random
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support.forked_daemons import ForkedDaemons
@@ -22,16 +23,19 @@ class FlipsFile:
         self._path = path
         self._done = path.with_suffix(".done")
 
-    def put(self, one_of: int, seed: int) -> None:
-        """Change a bit of one of so many loaded blocks, at random, from now on; 0: of none."""
+    def put(self, one_of: int, seed: int, where: str = "host") -> None:
+        """Change a bit of one of so many blocks, at random, from now on; 0: of none. where: in host
+        memory before a load, or in "transit" to another group."""
         draft = self._path.with_suffix(".draft")
-        draft.write_text(json.dumps([one_of, seed]))
+        draft.write_text(json.dumps([one_of, seed, where]))
         draft.rename(self._path)
 
-    def get(self) -> tuple[int, int]:
+    def get(self, where: str) -> tuple[int, int]:
         """What was put last."""
-        one_of, seed = json.loads(self._path.read_text()) if self._path.exists() else (0, 0)
-        return one_of, seed
+        if not self._path.exists():
+            return 0, 0
+        one_of, seed, place = json.loads(self._path.read_text())
+        return (one_of, seed) if place == where else (0, 0)
 
     @property
     def num_done(self) -> int:
@@ -71,6 +75,7 @@ def main(patch: pytest.MonkeyPatch) -> None:
         worker = make_worker(*args, **options)
         from worker_daemon.device.host_rows import HostRows  # torch is loaded here, not before
         from worker_daemon.runner.connectors.host_tier import HostTier, Moves
+        from worker_daemon.runner.connectors.peers import _PeerLink
 
         opened: list[HostRows] = []
         open_rows, begin, rng = HostRows.__init__, HostTier.begin, random.Random()
@@ -80,7 +85,7 @@ def main(patch: pytest.MonkeyPatch) -> None:
             opened[:] = [self]
 
         def flip(self: HostTier, step: object) -> object:
-            one_of, seed = flips.get()
+            one_of, seed = flips.get("host")
             rng.seed(f"{seed}-{step.seq}")
             for _, moves in step.step_values.data:
                 for slot in moves.load_slots.tolist() if isinstance(moves, Moves) else ():
@@ -90,6 +95,18 @@ def main(patch: pytest.MonkeyPatch) -> None:
                         flips.add_done()
             return begin(self, step)
 
+        def flip_sent(self: _PeerLink, span: object, slots: object) -> object:
+            one_of, seed = flips.get("transit")
+            words = packed(self, span, slots)
+            rng.seed(f"{seed}-{slots.tolist()}")
+            for row in words.numpy().view(np.uint8):
+                if one_of and not rng.randrange(one_of):
+                    row[rng.randrange(len(row))] ^= 1 << rng.randrange(8)
+                    flips.add_done()
+            return words
+
+        packed = _PeerLink._packed
+        patch.setattr(_PeerLink, "_packed", flip_sent)
         patch.setattr(HostRows, "__init__", note)
         patch.setattr(HostTier, "begin", flip)
         return worker

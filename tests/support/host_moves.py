@@ -9,6 +9,7 @@ import torch
 
 from rpc_schema.host_tier import HostTierMoves
 from worker_daemon.device.host_rows import HostRows
+from worker_daemon.runner.connectors.checksums import BlockParts
 from worker_daemon.runner.connectors.host_tier import HostTier
 from worker_daemon.runner.kv_cache import BlockPages, KVMemory
 from worker_daemon.runner.parts.registry import make_parts
@@ -46,12 +47,15 @@ class ModelledTier:
         further = torch.zeros((NUM_BLOCKS, 2, 4), dtype=torch.int16, device=self.device)
         self.further = further
         blocks = BlockPages(KVMemory([], [further], self.pages))
+        names = tuple(f"layer {i}" for i in range(3))
+        parts = BlockParts(names, 0, 2, 1, words_per_page // 2, (4,))
         limits = StepLimits(4, 16, 64, 40, 4, NUM_BLOCKS, num_host_blocks=NUM_SLOTS)
         self.state = RequestState(limits, make_parts(limits, self.device, TorchSampling()))
-        self.rows = HostRows(NUM_SLOTS, blocks.block_bytes, self.device)
+        sums = 4 * parts.checksum_words
+        self.rows = HostRows(NUM_SLOTS, blocks.block_bytes + sums, self.device)
         self.rows.pin_ahead()
         self.weights = SimpleNamespace(version=1)
-        self.tier = HostTier(blocks, self.rows, self.state, self.weights)
+        self.tier = HostTier(blocks, self.rows, self.state, self.weights, parts)
         self.seq = 0
         self.blocks = {b: self._content() for b in range(1, NUM_BLOCKS)}
         """Contents of each block: bytes of its pages and of its further page; None: NaN."""

@@ -28,6 +28,10 @@ class TransferOrder:
         it while leaving."""
         return _no_wait
 
+    def have_left(self) -> bool:
+        """Return True if what has been gathered so far is on the host. Any thread may ask."""
+        return True
+
     def begin_arrivals(self) -> None:
         """Let arrivals from now on see what has left so far: call it before this step's
         gathering."""
@@ -82,6 +86,10 @@ class CudaTransferOrder(TransferOrder):
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._outgoing)
         return event.synchronize
+
+    def have_left(self) -> bool:
+        left: Callable[[], bool] = self._left.query
+        return left()
 
     def begin_arrivals(self) -> None:
         self._incoming.wait_event(self._left)

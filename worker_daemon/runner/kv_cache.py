@@ -71,6 +71,11 @@ class BlockPages:
         num_words = self._num_layer_words + sum(own.shape[1] for own in self._further)
         self.block_bytes = num_words * torch.int32.itemsize
 
+    @property
+    def further_words(self) -> tuple[int, ...]:
+        """Words of each further page of a block."""
+        return tuple(own.shape[1] for own in self._further)
+
     def gather(self, block_ids: Tensor, rows: Tensor) -> None:
         """Copy blocks [n] to rows, int32 [n, W]."""
         own, further = self._split(rows)

@@ -26,6 +26,7 @@ from worker_daemon.server.health.tracing import Tracing
 from worker_daemon.server.session.attach import AttachHandler
 from worker_daemon.server.session.cached_blocks_handler import CachedBlocksHandler
 from worker_daemon.server.session.draining import Draining
+from worker_daemon.server.session.kv_transfer_handler import KVTransferHandler
 from worker_daemon.server.session.rendezvous import LinkRendezvous
 from worker_daemon.server.session.status import StatusReport
 from worker_daemon.server.session.upload_handler import UploadHandler
@@ -58,6 +59,7 @@ class Control:
         tracing: Tracing,
         uploading: UploadHandler,
         caching: CachedBlocksHandler,
+        moving: KVTransferHandler,
         begin_shutdown: Callable[[str], None],
     ) -> None:
         """begin_shutdown(cause) starts the shutdown, and returns at once."""
@@ -78,6 +80,7 @@ class Control:
             **tracing.handlers,
             **uploading.handlers,
             **caching.handlers,
+            **moving.handlers,
         }
         self._driver_handlers: Mapping[type[ControlMessage], Handler] = {
             Hello: attaching.hello,

@@ -41,6 +41,7 @@ from worker_daemon.server.session.cached_blocks_handler import CachedBlocksHandl
 from worker_daemon.server.session.contact import HolderContact
 from worker_daemon.server.session.draining import Draining
 from worker_daemon.server.session.expert_loads import ExpertLoadReader
+from worker_daemon.server.session.kv_transfer_handler import KVTransferHandler
 from worker_daemon.server.session.lease import Lease, suspended_s
 from worker_daemon.server.session.rendezvous import LinkRendezvous
 from worker_daemon.server.session.status import StatusReport
@@ -245,6 +246,7 @@ class Daemon:
             tracing=Tracing(post, need_attached, self._events.ask_driver),
             uploading=UploadHandler(uploads, need_attached, self._draining, progress),
             caching=CachedBlocksHandler(need_attached, progress),
+            moving=KVTransferHandler(need_attached, progress),
             begin_shutdown=self.begin_shutdown,
         )
 

@@ -9,7 +9,7 @@ from worker_daemon.distributed.bubbles import InputWaits
 from worker_daemon.models.weight_state import WeightReport, WeightState
 from worker_daemon.runner.connectors.filed_blocks import FiledBlocks
 from worker_daemon.runner.connectors.host_tier import TierCounts
-from worker_daemon.worker.description import WorkerDescription
+from worker_daemon.worker.description import KVPeers, WorkerDescription
 from worker_daemon.worker.expert_moves import moves_on_wire, placements_on_wire
 from worker_daemon.worker.loading import LoadedModel
 from worker_daemon.worker.memory_ledger import Kind
@@ -18,9 +18,13 @@ from worker_daemon.worker.serving import Serving
 
 
 def describe(
-    device: RankDevice, model: LoadedModel | None, serving: Serving | None
+    device: RankDevice,
+    model: LoadedModel | None,
+    serving: Serving | None,
+    peers: KVPeers | None = None,
 ) -> WorkerDescription:
-    """Describe what is loaded on a device, and its memory by use. None: not there yet."""
+    """Describe what is loaded on a device, and its memory by use. None: not there yet. peers: what
+    moves blocks to other groups."""
     opened = device.opened_or_none
     connector = serving.runner.connector if serving else None
     counts = None if connector is None else connector.counts
@@ -49,6 +53,7 @@ def describe(
         host_contents=serving.runner.state.host_contents if serving else None,
         host_tier=counts.status if isinstance(counts, TierCounts) else lambda: None,
         filed=counts if isinstance(counts, FiledBlocks) else None,
+        peers=peers,
     )
 
 

@@ -9,6 +9,12 @@ from rpc_schema.expert_placement import ExpertMoves, RankPlacement
 from rpc_schema.host_tier import HostTierStatus
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.kv_files import KVFilesStatus
+from rpc_schema.kv_transfer import (
+    GetKVTransfersReply,
+    KVShard,
+    MoveKVBlocks,
+    OpenKVTransfer,
+)
 from rpc_schema.lifecycle import KVCacheAdvice, MemoryTag, TagState
 from worker_daemon.models.weight_state import WeightReport
 from worker_daemon.runner.block_contents import BlockContents
@@ -25,6 +31,26 @@ class KVFiles(Protocol):
 
     def status(self) -> KVFilesStatus:
         """Return the present state; counts of the last steps may lack."""
+
+
+class KVPeers(Protocol):
+    """Moves blocks to another group and from there: runner/connectors/peers.py:PeerTransfers."""
+
+    @property
+    def shard(self) -> KVShard:
+        """This rank, as the ranks of another group must know it."""
+
+    def open(self, message: OpenKVTransfer) -> None:
+        """Begin to meet the members of a transfer link."""
+
+    def move(self, message: MoveKVBlocks) -> None:
+        """Queue a move."""
+
+    def report(self, call: int) -> GetKVTransfersReply:
+        """Return what has become of moves."""
+
+    def close(self) -> None:
+        """Leave the link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,5 +100,7 @@ class WorkerDescription:
     """Returns the state of the host tier now; None without one."""
     filed: KVFiles | None = None
     """The files of the model's KV blocks; None if it keeps none."""
+    peers: KVPeers | None = None
+    """None if no block of this rank can move to another group."""
     model_names: tuple[str, ...] = ()
     """See ResolvedModel.names."""

@@ -4,11 +4,13 @@ import torch
 
 from rpc_schema.config import CacheConfig
 from rpc_schema.errors import CapacityError
-from rpc_schema.kv_cache import KVCacheConfig, RowState
+from rpc_schema.kv_cache import KVCacheConfig, KVPages, LatentPages, RowState
 from worker_daemon.device.backup import RESERVE_BYTES, host_room_bytes
 from worker_daemon.device.host_rows import HostRows
+from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.errors import config_error
-from worker_daemon.runner.connectors.checksums import WORD_BYTES
+from worker_daemon.layers.cache_spec import KVLayerSpec
+from worker_daemon.runner.connectors.checksums import WORD_BYTES, BlockParts
 from worker_daemon.runner.connectors.staging import staging_device_bytes
 from worker_daemon.worker.loading import LoadedModel
 
@@ -27,10 +29,56 @@ def check_host_memory(cache: CacheConfig, most_bytes: int | None) -> None:
         raise config_error(_FIELD, size, problem, f"at most {most_bytes}, or raise that")
 
 
+def block_parts(plan: KVCacheConfig, model: LoadedModel, parallel: ParallelState) -> BlockParts:
+    """Return the parts of a rank's blocks that have checksums of their own: each KV head of each
+    layer, if the layers form one group; else all of a page, whose layer depends on the block."""
+    specs = {spec.layer_name: spec for spec in _with_pages(model)}
+    block_size = plan.groups[0].block_size if plan.groups else plan.block_size
+    further = tuple(
+        block_size * specs[name].bytes_per_token // WORD_BYTES for name in plan.draft_layers
+    )
+    num_tensors = max((len(group.layer_names) for group in plan.groups), default=0)
+    page_bytes = plan.size_bytes // plan.num_blocks // max(1, num_tensors)
+    whole = BlockParts(
+        tuple(f"pages {tensor}" for tensor in range(num_tensors)),
+        first_head=0,
+        num_heads=1,
+        rows=1,
+        words=page_bytes // WORD_BYTES,
+        further=further,
+    )
+    if len(plan.groups) != 1 or not num_tensors:
+        return whole
+    whole = whole._replace(layers=plan.groups[0].layer_names)
+    first = specs[whole.layers[0]]
+    if not isinstance(first, KVPages):
+        return whole
+    row_bytes = first.bytes_per_token // 2
+    head_bytes = row_bytes // first.num_kv_heads
+    if head_bytes % WORD_BYTES:
+        return whole
+    decoder = model.resolved.decoder
+    of_model = decoder.cache_specs(range(decoder.num_hidden_layers), tp_size=1)
+    num_heads = next(spec.num_kv_heads for spec in of_model if isinstance(spec, KVLayerSpec))
+    return whole._replace(
+        first_head=parallel.tp_rank * num_heads // parallel.tp_size,
+        num_heads=first.num_kv_heads,
+        rows=2 * block_size,
+        words=head_bytes // WORD_BYTES,
+    )
+
+
+def can_move(parts: BlockParts, plan: KVCacheConfig) -> bool:
+    """Return True if a rank's blocks can go to ranks of another group: each part is one layer's,
+    and none is a draft model's."""
+    return len(plan.groups) == 1 and bool(parts.layers) and not parts.further
+
+
 def open_host_rows(
-    plan: KVCacheConfig, cache: CacheConfig, device: torch.device
+    plan: KVCacheConfig, cache: CacheConfig, device: torch.device, checksum_bytes: int
 ) -> HostRows | None:
     """Return the memory of a plan's host tier, a row for each slot; None if it has none.
+    checksum_bytes: of a block, in addition to what is configured.
 
     Raises:
         ConfigError: the tier is larger than configured, or a page is no whole number of words.
@@ -48,6 +96,7 @@ def open_host_rows(
         field = "kv_cache_config.num_host_blocks"
         raise config_error(field, plan.num_host_blocks, problem, fix)
     room = host_room_bytes() - RESERVE_BYTES
+    size += plan.num_host_blocks * checksum_bytes
     if size > room:
         raise CapacityError(
             f"the host tier takes {size} bytes, and the host has {max(0, room)} to give",
@@ -55,7 +104,7 @@ def open_host_rows(
             value=cache.kv_host_memory_bytes,
             fix=f"at most {max(0, room)}, or free host memory",
         )
-    return HostRows(plan.num_host_blocks, block_bytes, device)
+    return HostRows(plan.num_host_blocks, block_bytes + checksum_bytes, device)
 
 
 def block_bytes_of(plan: KVCacheConfig, field: str, value: object) -> int:
@@ -79,6 +128,9 @@ def connector_bytes(model: LoadedModel, device: torch.device) -> int:
     cache = model.config.cache
     if not (cache.kv_host_memory_bytes or cache.kv_files) or device.type == "cpu":
         return 0
-    layers = [spec for spec in model.kv_cache_specs if not isinstance(spec, RowState)]
-    per_token = sum(layer.bytes_per_token for layer in layers)
+    per_token = sum(layer.bytes_per_token for layer in _with_pages(model))
     return staging_device_bytes(max(1, cache.block_size * per_token))
+
+
+def _with_pages(model: LoadedModel) -> list[KVPages | LatentPages]:
+    return [spec for spec in model.kv_cache_specs if not isinstance(spec, RowState)]

@@ -7,10 +7,12 @@ calls abort_link, dump_link and check_device.
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -46,11 +48,13 @@ from worker_daemon.models.saving import Saver, SaveReport, SaveRequest
 from worker_daemon.models.tensor_bytes import checksum
 from worker_daemon.models.tensorized import TENSORIZER_PATTERN, tensorizer_files
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
+from worker_daemon.runner.connectors.checksums import WORD_BYTES
 from worker_daemon.runner.connectors.file_traffic import FileTraffic
 from worker_daemon.runner.connectors.filed_blocks import FiledBlocks
 from worker_daemon.runner.connectors.files import FileConnector
 from worker_daemon.runner.connectors.host_tier import HostTier
 from worker_daemon.runner.connectors.interface import KVConnector
+from worker_daemon.runner.connectors.peers import PeerTransfers, ShardPlace, SharedSlots
 from worker_daemon.runner.kv_cache import BlockPages, KVMemory
 from worker_daemon.runner.output import PendingOutput
 from worker_daemon.runner.request_state import RequestState
@@ -60,6 +64,8 @@ from worker_daemon.worker.expert_moves import ExpertMover
 from worker_daemon.worker.filing import check_kv_files, open_filed_blocks
 from worker_daemon.worker.frozen_start import FrozenStart
 from worker_daemon.worker.host_memory import (
+    block_parts,
+    can_move,
     check_host_memory,
     connector_bytes,
     open_host_rows,
@@ -125,6 +131,11 @@ class Worker:
         """The mover of the loaded model's experts."""
         self._max_kv_host_bytes = max_kv_host_bytes
         self._frozen_start = FrozenStart()
+        self._meeting = threading.Lock()
+        """Held while gloo connects the members of a group: its sockets are told by their time."""
+        self._peers: PeerTransfers | None = None
+        """Moves blocks of the host tier to other groups, and from there; None without a tier, and
+        for blocks that only this group can read."""
         self._host_rows: HostRows | None = None
         """The host tier's memory. Like the KV cache it outlives drivers, and ends with a reset."""
         self._kv_traffic = kv_traffic
@@ -220,7 +231,11 @@ class Worker:
             raise config_error("kv_cache_config.block_size", plan.block_size, problem, fix)
         self._close_host_rows()
         device = opened.place.device
-        self._host_rows = open_host_rows(plan, model.config.cache, device)
+        checksum_bytes = 0
+        if plan.num_host_blocks:
+            parts = block_parts(plan, model, opened.place.parallel)
+            checksum_bytes = WORD_BYTES * parts.checksum_words
+        self._host_rows = open_host_rows(plan, model.config.cache, device, checksum_bytes)
         self._filed = open_filed_blocks(
             plan, model, opened.place.parallel, device, self._kv_traffic
         )
@@ -715,6 +730,7 @@ class Worker:
             self._serving_or_none.runner.end_epoch()  # whatever fails below
         self._profiler.abandon()
         self._transfer.abandon("its driver was replaced")
+        self._close_peers()
         if self._model_or_none is not None and self._model_or_none.adapters is not None:
             self._model_or_none.adapters.reader.drop_all()
         if self._serving_or_none is None:
@@ -749,7 +765,8 @@ class Worker:
             serving.runner.before_relink(message.epoch)
             serving.before_relink()
         self._profiler.link_left(self._device.leave_link())
-        link = self._device.relink(message.rendezvous)
+        with self._meeting:
+            link = self._device.relink(message.rendezvous)
         if self._host_rows is not None:
             self._host_rows.stop_pinning()
         if serving is not None:
@@ -851,7 +868,8 @@ class Worker:
 
     def describe(self) -> WorkerDescription:
         """Describe the loaded objects on the device, and the memory by use."""
-        return describe(self._device, self._model_or_none, self._serving_or_none)
+        peers = None if self._serving_or_none is None else self._peers
+        return describe(self._device, self._model_or_none, self._serving_or_none, peers)
 
     # Parts.
 
@@ -879,6 +897,8 @@ class Worker:
         return self._serving_or_none
 
     def _serve(self, plan: KVCacheConfig, kv: KVMemory) -> None:
+        self._close_peers()
+        self._peers = None
         self._serving_or_none = Serving(
             self._device.opened,
             self._model,
@@ -886,17 +906,30 @@ class Worker:
             kv,
             self._set_phase,
             self._find_upload,
-            self._open_connector if self._host_rows or self._filed else None,
+            partial(self._open_connector, plan) if self._host_rows or self._filed else None,
         )
 
-    def _open_connector(self, pages: BlockPages, state: RequestState) -> KVConnector:
+    def _open_connector(
+        self, plan: KVCacheConfig, pages: BlockPages, state: RequestState
+    ) -> KVConnector:
         if self._filed is not None:
             return FileConnector(pages, self._filed, state)
         assert self._host_rows is not None, "otherwise there is no connector"
-        return HostTier(pages, self._host_rows, state, self._model.weights)
+        rows, weights = self._host_rows.rows, self._model.weights
+        parallel = self._device.opened.place.parallel
+        parts = block_parts(plan, self._model, parallel)
+        tier = HostTier(pages, self._host_rows, state, weights, parts)
+        if can_move(parts, plan):
+            place = ShardPlace(parallel.pp_rank, parallel.tp_rank, plan.groups[0].dtype, parts)
+            slots = SharedSlots(
+                rows, tier.arrivals, tier.counts, tier.have_left, state.host_contents
+            )
+            self._peers = PeerTransfers(place, slots, weights, self._meeting)
+        return tier
 
     def _close_host_rows(self) -> None:
         """Free the memory of the host tier, once no copy is in progress."""
+        self._close_peers()
         if self._host_rows is None:
             return
         serving = self._serving_or_none
@@ -904,6 +937,11 @@ class Worker:
             serving.runner.connector.settle()
         self._host_rows.close()
         self._host_rows = None
+
+    def _close_peers(self) -> None:
+        """Leave the other groups, whose blocks would come to memory that nobody reads."""
+        if self._peers is not None:
+            self._peers.close()
 
     def _identity(self, message: StepMessage) -> dict[str, int]:
         return {"epoch": message.epoch, "seq": message.seq, "rank": self.rank}

@@ -126,6 +126,11 @@ def _host_tier(tier: HostTierStatus) -> str:
         f"{tier.num_held} of {tier.num_slots} slots held, {tier.size_bytes // MIB} MiB; "
         f"{tier.num_stored} blocks stored, {tier.num_loaded} loaded, {tier.num_invalid} of these "
         "invalid"
+        + (
+            f"; {tier.num_sent} sent to another group, {tier.num_received} received"
+            if tier.num_sent or tier.num_received
+            else ""
+        )
     )
 
 

@@ -11,6 +11,7 @@ from worker_client.driver_parts.host_tier import host_tier_parts
 from worker_client.driver_parts.interface import DriverPart
 from worker_client.driver_parts.kept_prefixes import KeptPrefixesPart
 from worker_client.driver_parts.kv_files import kv_files_parts
+from worker_client.driver_parts.remote_prefill import PrefillGroup, remote_prefill_parts
 from worker_client.driver_parts.request_uploads import UploadsPart
 from worker_client.driver_parts.weights import WeightsPart
 from worker_client.structured.driver_parts import structured_parts
@@ -32,6 +33,9 @@ class DriverOptions:
     eplb_step_interval: int | None = None
     """Steps from one rebalance of the group's experts to the next, for a group that was loaded with
     enable_eplb; vLLM's default is 3000. None: the caller rebalances, or nobody."""
+    prefill: PrefillGroup | None = None
+    """Another group, which computes the prompts of requests (replicas/prefill_group.py). It stays
+    the caller's. None: this group computes them."""
 
 
 MakeParts: TypeAlias = Callable[[DriverContext, DriverOptions], Iterable[DriverPart]]
@@ -45,6 +49,7 @@ DRIVER_PARTS: Final[tuple[MakeParts, ...]] = (
     lambda context, options: expert_parts(context, options.eplb_step_interval),
     lambda context, options: host_tier_parts(context, restores=options.keeps_prefixes),
     lambda context, options: kv_files_parts(context),
+    lambda context, options: remote_prefill_parts(context, options.prefill),
 )
 
 

@@ -9,5 +9,5 @@ replacement.py      replaces a lost rank; resending.py, sent_steps.py: steps tha
 adoption.py         requests that an earlier driver has left running
 weights.py          updates; weights_state.py, lora_update.py, recomputing.py, saving.py
 experts.py          balances experts; expert_placement.py: the policy, expert_loads.py
-Others that `WorkerGroup` names: memory.py, loras.py, uploads.py, prefixes.py, profiling.py
+Others that `WorkerGroup` names: memory, loras, uploads, prefixes, profiling, kv_transfers (.py)
 """

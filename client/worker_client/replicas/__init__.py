@@ -1,8 +1,10 @@
-"""Data parallelism: several replicas of a model as one. Each replica is a WorkerGroup, but all
-replicas in lockstep are one.
+"""Several groups as one. Data parallelism: each replica is a WorkerGroup, but all replicas in
+lockstep are one.
 
 group.py     attaches to the daemons of all replicas, loads them, and does one operation on all
 loras.py     adapters that all replicas have
 lockstep.py  schedules the requests of replicas that take each step together
 driver.py    serves an asyncio program's requests, each on the replica that has the fewest
+
+prefill_group.py  a group that computes prompts for another one
 """

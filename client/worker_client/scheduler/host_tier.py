@@ -2,7 +2,7 @@
 memory, and what the step that is being planned moves. Every rank does the same moves, so slots are
 the driver's, as blocks are."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 
 from rpc_schema.moved_blocks import MAX_MOVED_BLOCKS
@@ -33,6 +33,12 @@ class TierSlots:
         """Slot and key of what the next step loads, by block."""
         self._busy: set[int] = set()
         """Slots that the next step names."""
+        self._pinned: Counter[bytes] = Counter()
+        """Contents that are being sent to other groups: they stay in their slots."""
+        self._reserved: dict[bytes, tuple[int, int]] = {}
+        """Slot of contents that are being received, and _num_forgotten at that time."""
+        self._num_forgotten = 0
+        """Calls of forget_all()."""
 
     @property
     def room(self) -> int:
@@ -73,6 +79,56 @@ class TierSlots:
             self._busy.add(slot)
             self._stores[key] = (block_id, slot)
 
+    @property
+    def has_moves(self) -> bool:
+        """True if the next step has something to move."""
+        return bool(self._stores or self._loads)
+
+    @property
+    def num_exchanged(self) -> int:
+        """Slots that other groups read, or fill."""
+        return len(self._pinned) + len(self._reserved)
+
+    def pin(self, key: bytes, block_id: int | None) -> int | None:
+        """Keep contents in their slot until unpin(), and return it; None if they are in none, or no
+        slot is free for those of a block, which the next step then stores."""
+        if key not in self._slot_of and block_id is not None:
+            self.evict(key, block_id)
+        slot = self._slot_of.get(key)
+        if slot is not None:
+            self._slot_of.move_to_end(key)
+            self._pinned[key] += 1
+        return slot
+
+    def unpin(self, key: bytes) -> None:
+        """Undo a pin() of contents, unless they were forgotten since."""
+        if self._pinned[key] <= 1:
+            del self._pinned[key]
+        else:
+            self._pinned[key] -= 1
+
+    def reserve(self, key: bytes) -> int | None:
+        """Return a slot for contents that come from another group, until fill() or give_back();
+        None if they are here or on their way, or no slot is free."""
+        if key in self._slot_of or key in self._reserved:
+            return None
+        slot = self._take_slot()
+        if slot is not None:
+            self._reserved[key] = slot, self._num_forgotten
+        return slot
+
+    def fill(self, key: bytes) -> None:
+        """Note that contents have come, unless all were forgotten since they were asked for."""
+        slot, num_forgotten = self._reserved.pop(key)
+        if key in self._slot_of or num_forgotten != self._num_forgotten:
+            self._unused.append(slot)
+        else:
+            self._slot_of[key] = slot
+
+    def give_back(self, key: bytes) -> None:
+        """Note that contents have not come."""
+        self._unused.append(self._reserved.pop(key)[0])
+
     def take_moves(self, tag: bytes) -> tuple[HostMoves, ...]:
         """Return what the step that is sent now moves."""
         if not (self._stores or self._loads):
@@ -104,7 +160,8 @@ class TierSlots:
                 self._remove(key)
 
     def forget_all(self) -> None:
-        """Forget all contents."""
+        """Forget all contents, those on their way too."""
+        self._num_forgotten += 1
         self.forget([*self._slot_of])
         self._forget_plan()
 
@@ -123,7 +180,7 @@ class TierSlots:
 
     def _take_slot(self) -> int | None:
         """Return a slot without contents, or that of the least recently used ones; None if the next
-        step names all."""
+        step or other groups need all."""
         for place in reversed(range(len(self._unused))):
             if self._unused[place] not in self._busy:
                 return self._unused.pop(place)
@@ -131,12 +188,13 @@ class TierSlots:
             self._num_taken += 1
             return self._num_taken - 1
         for key, slot in self._slot_of.items():
-            if slot not in self._busy:
+            if slot not in self._busy and key not in self._pinned:
                 del self._slot_of[key]
                 return slot
         return None
 
     def _remove(self, key: bytes) -> None:
+        self._pinned.pop(key, None)
         self._unused.append(self._slot_of.pop(key))
 
     def _forget_plan(self) -> None:

@@ -19,6 +19,7 @@ from worker_client.requests import (
 )
 from worker_client.scheduler.adapter_updates import AdapterUpdates
 from worker_client.scheduler.admissions import admit
+from worker_client.scheduler.block_exchange import HostBlockExchange
 from worker_client.scheduler.decode_groups import DecodeGroups
 from worker_client.scheduler.draft_lengths import DraftLengths
 from worker_client.scheduler.drafting.payoffs import OnDraftingChange, log_change
@@ -235,10 +236,11 @@ class Scheduler:
         )
         step.plan(self._steps.next, self._steps.oldest)
         if step.is_empty:
-            # Once all is done, send the ended requests to the workers; else a later step has them.
-            # A result must come for those that their deadlines have ended.
+            # Once all is done, send ended requests and moves to the workers, else with a later
+            # step. A result must come for those that their deadlines have ended.
             all_done = not self._queues.unfinished
-            must_send = self._overdue or (all_done and self._exits.dropped)
+            must_tell = self._exits.dropped or self._blocks.has_moves
+            must_send = self._overdue or (all_done and must_tell)
             if self._steps.numbers or not must_send:
                 return None
         return self._commit(step, self._steps.add(step))
@@ -387,6 +389,14 @@ class Scheduler:
     def take_cached_changes(self) -> CachedChanges:
         """Return what has changed in the prefix cache; see RestoringScheduler."""
         return self._blocks.take_changes()
+
+    @property
+    def exchange(self) -> HostBlockExchange | None:
+        """Blocks that other groups get and give; see ExchangingScheduler."""
+        return self._blocks.exchange(self._keys_of)
+
+    def _keys_of(self, req_id: str) -> list[bytes]:
+        return self._blocks.keys_of(self._queues.unfinished[req_id])
 
     @property
     def has_host_tier(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 
 from rpc_schema.kv_cache import NULL_BLOCK, blocks_behind, blocks_for, most_blocks
+from worker_client.scheduler.block_exchange import HostBlockExchange, KeysOf
 from worker_client.scheduler.block_pool import BlockPool
 from worker_client.scheduler.filed_blocks import FetchedBlocks
 from worker_client.scheduler.host_tier import TierSlots
@@ -182,6 +183,24 @@ class RequestBlocks:
         """Drop all contents outside of the KV cache."""
         if self._outside is not None:
             self._outside.forget_all()
+
+    @property
+    def has_moves(self) -> bool:
+        """True if the next step has something to move."""
+        return self._tier is not None and self._tier.has_moves
+
+    def exchange(self, keys_of: KeysOf) -> HostBlockExchange | None:
+        """Return what other groups exchange blocks with; None without a host tier."""
+        return None if self._tier is None else HostBlockExchange(self._tier, self._pool, keys_of)
+
+    def keys_of(self, request: Request) -> list[bytes]:
+        """Return the keys of the blocks that a request may begin with, in the first group."""
+        if not request.blocks.may_share:
+            return []
+        self._hash(request)
+        length = request.most_cached // self._sizes[0]
+        stride = self._strides[0]
+        return [key_of(0, request.blocks.hashes[(i + 1) * stride - 1]) for i in range(length)]
 
     def fail_moves(self, outputs: Iterable[SchedulerOutput]) -> None:
         """Drop what failed steps were to move."""

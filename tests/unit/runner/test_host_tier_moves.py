@@ -17,7 +17,7 @@ from tests.support.host_moves import (
     moves_of,
 )
 from worker_daemon.runner.connectors import staging
-from worker_daemon.runner.connectors.checksums import BlockChecksums
+from worker_daemon.runner.connectors.checksums import BlockParts, PartChecksums, numbers_of
 
 CPU = torch.device("cpu")
 HASH = b"h" * HASH_BYTES
@@ -44,27 +44,60 @@ def test_blocks_are_what_a_model_of_them_says(seed, monkeypatch):
     assert status.num_held == len(tier.slots)
 
 
+def checksums_of(layers, first_head, num_heads, words, further=()):
+    """A function that returns the checksums of a row, with one row of each head in a page."""
+    parts = BlockParts(layers, first_head, num_heads, 1, words, further)
+    checksums = PartChecksums(parts, 1, CPU)
+
+    def of(row, name=HASH):
+        numbers = torch.from_numpy(numbers_of(np.frombuffer(name, np.uint8)[None]))
+        return (checksums.of(row) + numbers)[0].tolist()
+
+    return of
+
+
+def random_row(num_words):
+    return torch.randint(-(2**31), 2**31, (1, num_words), dtype=torch.int64).int()
+
+
 def test_every_bit_counts():
-    rows = torch.randint(-(2**31), 2**31, (1, 5), dtype=torch.int64).int()
-    checksums = BlockChecksums(5, 1, CPU)
-    before = checksums.of(rows).item()
+    rows = random_row(5)
+    sums_of = checksums_of(("l",), 0, 1, 5)
+    before = sums_of(rows)
     for word in range(5):
         for bit in range(32):
             changed = rows.clone()
             changed.view(torch.uint8)[0, 4 * word + bit // 8] ^= 1 << bit % 8
-            assert checksums.of(changed).item() != before, (word, bit)
+            assert sums_of(changed) != before, (word, bit)
 
 
 def test_words_that_change_places_and_top_bits_that_change_together_are_found():
-    checksums = BlockChecksums(64, 1, CPU)
-    rows = torch.randint(-(2**31), 2**31, (1, 64), dtype=torch.int64).int()
-    before = checksums.of(rows).item()
+    rows = random_row(64)
+    sums_of = checksums_of(("l",), 0, 1, 64)
+    before = sums_of(rows)
     for first in range(63):
         swapped, flipped = rows.clone(), rows.clone()
         swapped[0, [first, first + 1]] = rows[0, [first + 1, first]]
         flipped[0, first : first + 2] ^= -(2**31)
-        assert checksums.of(swapped).item() != before
-        assert checksums.of(flipped).item() != before
+        assert sums_of(swapped) != before
+        assert sums_of(flipped) != before
+
+
+def test_a_part_has_the_same_checksum_on_any_rank_and_no_other_part_has_it():
+    """Two layers of four heads on one rank; one head of one layer on another."""
+    whole = checksums_of(("a", "b"), 0, 4, 3)
+    row = random_row(24)
+    sums = whole(row)
+    assert len({*sums}) == 8
+    pages = row.view(2, 4, 3)
+    for layer, name in enumerate(("a", "b")):
+        for head in range(4):
+            part = checksums_of((name,), head, 1, 3)
+            words = pages[layer, head][None]
+            assert part(words) == [sums[4 * layer + head]]
+            assert part(words, b"i" * HASH_BYTES) != part(words)
+            assert checksums_of((name,), (head + 1) % 4, 1, 3)(words) != part(words)
+            assert checksums_of(("c",), head, 1, 3)(words) != part(words)
 
 
 def test_what_a_failed_step_has_stored_is_not_kept():

@@ -57,15 +57,17 @@ def test_the_operators_bound():
 )
 def test_plans_that_do_not_fit(fields, cache_bytes, said):
     with pytest.raises(ConfigError, match=said):
-        open_host_rows(plan(**fields), CacheConfig(kv_host_memory_bytes=cache_bytes), CPU)
+        open_host_rows(plan(**fields), CacheConfig(kv_host_memory_bytes=cache_bytes), CPU, 0)
 
 
 def test_the_hosts_memory(monkeypatch):
     cache = CacheConfig(kv_host_memory_bytes=64 * 8)
     monkeypatch.setattr(host_memory, "host_room_bytes", lambda: host_memory.RESERVE_BYTES + 511)
     with pytest.raises(CapacityError, match="at most 511"):
-        open_host_rows(plan(num_host_blocks=8), cache, CPU)
-    rows = open_host_rows(plan(num_host_blocks=7), cache, CPU)
-    assert rows.rows.shape == (7, 64)
+        open_host_rows(plan(num_host_blocks=8), cache, CPU, 0)
+    with pytest.raises(CapacityError, match="takes 518 bytes"):
+        open_host_rows(plan(num_host_blocks=7), cache, CPU, checksum_bytes=10)
+    rows = open_host_rows(plan(num_host_blocks=7), cache, CPU, checksum_bytes=8)
+    assert rows.rows.shape == (7, 72)
     assert not rows.rows.any()
-    assert open_host_rows(plan(), cache, CPU) is None
+    assert open_host_rows(plan(), cache, CPU, 8) is None

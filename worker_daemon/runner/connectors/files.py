@@ -18,6 +18,7 @@ from worker_daemon.contracts.arrays import Bools, Int32s
 from worker_daemon.device.pinned import download, upload
 from worker_daemon.runner.block_contents import Hashes
 from worker_daemon.runner.connectors.block_files import FileName
+from worker_daemon.runner.connectors.checksums import WORD_BYTES, BlockChecksums
 from worker_daemon.runner.connectors.file_traffic import FetchedBlock, FileBatch
 from worker_daemon.runner.connectors.filed_blocks import FiledBlocks
 from worker_daemon.runner.connectors.interface import Loaded
@@ -52,7 +53,11 @@ class FileConnector:
         self._blocks = blocks
         self._traffic = blocks.traffic
         self._state = state
-        self._staging = BlockStaging(pages, _CHECKSUM_SEED)
+        num_words = pages.block_bytes // WORD_BYTES
+        self._staging = BlockStaging(
+            pages,
+            lambda num_rows, device: BlockChecksums(num_words, num_rows, device, _CHECKSUM_SEED),
+        )
         self._unread: deque[tuple[Loaded, list[FileName], Bools]] = deque()
         """Loads whose outcomes are not counted yet, with their files, and which of them were
         fetched."""

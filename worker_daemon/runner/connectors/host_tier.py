@@ -1,11 +1,12 @@
 """The host tier: a KV connector whose other place is this rank's host memory (device/host_rows.py).
 What a slot holds, and whether a driver may be told, is in RequestState.host_contents.
 
-Shapes: S blocks to store, L blocks to load, W int32 words of a block on this rank.
+Shapes: S blocks to store, L blocks to load, W int32 words of a block on this rank, R those words
+and the words of its checksums.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -15,11 +16,12 @@ import torch
 from torch import Tensor
 
 from rpc_schema.host_tier import HostTierMoves, HostTierStatus
-from worker_daemon.contracts.arrays import Int32s
+from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.device.host_rows import HostRows, PinProgress
 from worker_daemon.device.pinned import upload
 from worker_daemon.models.weight_state import WeightState
 from worker_daemon.runner.block_contents import BlockContents, Hashes, versioned_tag
+from worker_daemon.runner.connectors.checksums import BlockParts, PartChecksums, numbers_of
 from worker_daemon.runner.connectors.interface import Loaded
 from worker_daemon.runner.connectors.staging import BlockStaging
 from worker_daemon.runner.kv_cache import BlockPages
@@ -53,9 +55,13 @@ class TierCounts:
     contents: BlockContents
     pinning: PinProgress
     size_bytes: int
+    """Without checksums."""
     num_stored: int = 0
     num_loaded: int = 0
     num_invalid: int = 0
+    num_sent: int = 0
+    """Written on the thread that sends to other groups."""
+    num_received: int = 0
 
     def status(self) -> HostTierStatus:
         """Return the tier's state; counts of the last steps may lack."""
@@ -67,32 +73,54 @@ class TierCounts:
             num_stored=self.num_stored,
             num_loaded=self.num_loaded,
             num_invalid=self.num_invalid,
+            num_sent=self.num_sent,
+            num_received=self.num_received,
         )
+
+
+class ReceivedBlocks(NamedTuple):
+    """Slots that have been filled from another group."""
+
+    tag: bytes
+    version: int
+    """Version of the weights that this rank had then."""
+    slots: Int32s
+    """[n]"""
+    hashes: Hashes
+    """[n, bytes of a hash]"""
 
 
 class HostTier:
     """See KVConnector. Uses the host's rows, which outlive it only as long as the KV cache."""
 
     def __init__(
-        self, pages: BlockPages, memory: HostRows, state: RequestState, weights: WeightState
+        self,
+        pages: BlockPages,
+        memory: HostRows,
+        state: RequestState,
+        weights: WeightState,
+        parts: BlockParts,
     ) -> None:
-        """pages: of the KV cache. memory: a row for each slot."""
+        """pages: of the KV cache. memory: a row for each slot: a block, and its checksums. parts:
+        of a block."""
         self._host = memory.rows.view(torch.int32)
-        """int32 [slots, W]"""
+        """int32 [slots, R]"""
         self._memory = memory
         self._state = state
         self._weights = weights
-        self._staging = BlockStaging(pages)
-        self._checksums = torch.zeros(len(self._host), dtype=torch.int64, device=pages.device)
-        """[slots] of what was stored there last. On the device: the host neither makes nor compares
-        them."""
+        self._parts = parts
+        self._staging = BlockStaging(pages, partial(PartChecksums, parts), parts.checksum_words)
+        self.arrivals: deque[ReceivedBlocks] = deque()
+        """Filled by the thread that receives from other groups (peers.py)."""
         self._unread: deque[Loaded] = deque()
         """Loads whose outcomes are not counted yet."""
-        self.counts = TierCounts(state.host_contents, memory.pinning, memory.size_bytes)
+        size_bytes = len(self._host) * pages.block_bytes
+        self.counts = TierCounts(state.host_contents, memory.pinning, size_bytes)
 
     def begin(self, step: ScheduledStep) -> Loaded | None:
         """See KVConnector."""
         self._count_known()
+        self._take_arrivals(step.seq)
         moves: Moves | None = self._state.parts.step_value(HostTierMoves, step.step_values)
         if moves is None:
             return None
@@ -101,12 +129,13 @@ class HostTier:
         are_held = state.host_contents.hold(tag, moves.load_slots, moves.load_hashes)
         self._staging.begin_arrivals()
         if moves.store_slots.size:
-            self._staging.store(moves.store_blocks, partial(self._leave, moves.store_slots))
+            leave = partial(self._leave, moves.store_slots, numbers_of(moves.store_hashes))
+            self._staging.store(moves.store_blocks, leave)
             state.host_contents.store(tag, moves.store_slots, moves.store_hashes, step.seq)
             self.counts.num_stored += moves.store_slots.size
         if not moves.load_slots.size:
             return None
-        arrive = partial(self._arrive, moves.load_slots)
+        arrive = partial(self._arrive, moves.load_slots, numbers_of(moves.load_hashes))
         loaded = self._staging.load(moves.load_blocks, are_held, arrive)
         self.counts.num_loaded += moves.load_slots.size
         self._unread.append(loaded)
@@ -117,20 +146,37 @@ class HostTier:
         """See KVConnector."""
         self._staging.settle()
 
-    def _leave(self, slots: Int32s, part: slice, rows: Tensor, checksums: Tensor) -> None:
-        own = slots[part]
-        places = upload(own.astype(np.int64), rows.device)
-        self._checksums.index_copy_(0, places, checksums)
-        for row, slot, count in self._runs(own):
+    @property
+    def have_left(self) -> Callable[[], bool]:
+        """Returns True if what was stored so far is in host memory: for any thread. It holds none
+        of the tier's memory."""
+        return self._staging.have_left
+
+    def _take_arrivals(self, seq: int) -> None:
+        """Note what has come from other groups before the step of this seq."""
+        while self.arrivals:
+            tag, version, slots, hashes = self.arrivals.popleft()
+            if version == self._weights.version:
+                tag = versioned_tag(tag, version)
+                # As of the step before: the failure of this one is none of theirs.
+                self._state.host_contents.store(tag, slots, hashes, seq - 1)
+
+    def _leave(
+        self, slots: Int32s, numbers: Int64s, part: slice, rows: Tensor, checksums: Tensor
+    ) -> None:
+        """numbers: of the hashes, which checksums in host memory contain."""
+        named = checksums + upload(numbers[part], rows.device)[:, None]
+        rows[:, self._parts.num_words :].copy_(named.view(torch.int32))
+        for row, slot, count in self._runs(slots[part]):
             target = self._host[slot : slot + count]
             target.copy_(rows[row : row + count], non_blocking=True)
 
-    def _arrive(self, slots: Int32s, part: slice, rows: Tensor) -> Tensor:
-        own = slots[part]
-        for row, slot, count in self._runs(own):
+    def _arrive(self, slots: Int32s, numbers: Int64s, part: slice, rows: Tensor) -> Tensor:
+        for row, slot, count in self._runs(slots[part]):
             source = self._host[slot : slot + count]
             rows[row : row + count].copy_(source, non_blocking=True)
-        return self._checksums[upload(own.astype(np.int64), rows.device)]
+        named = rows[:, self._parts.num_words :].contiguous().view(torch.int64)
+        return named - upload(numbers[part], rows.device)[:, None]
 
     def _runs(self, slots: Int32s) -> Iterator[tuple[int, int, int]]:
         """Yield runs of slots that follow each other within a piece of the host's memory, each as

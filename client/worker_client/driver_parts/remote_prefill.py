@@ -1,0 +1,369 @@
+"""Prefill apart from decode: another group computes the prompts of new requests, and its KV blocks
+come to this group's host tier before the scheduler admits them. Whatever fails there, the request
+is admitted nevertheless, and computes what it lacks.
+
+A request here has all its prompt, and the same sampling as without: only the KV of full blocks
+comes from elsewhere, and the last token of the prompt is computed here.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+from rpc_schema.config import RendezvousAddress
+from rpc_schema.errors import WorkerDaemonError
+from rpc_schema.kv_transfer import KVShard
+from worker_client.driver_parts.context import DriverContext
+from worker_client.driver_parts.interface import DriverPart
+from worker_client.errors import WorkerDied, config_error
+from worker_client.group.kv_transfers import BlockMove, GroupTransfers, TransferLink
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler import HoldingScheduler
+from worker_client.scheduler.block_exchange import HeldBlock, HostBlockExchange
+
+RETRY_S: Final = 0.5
+"""Time from the end of a transfer link to the next attempt."""
+WAIT_S: Final = 0.001
+"""Pause of a driver that has nothing else to do."""
+
+_LOG = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class ExchangingScheduler(HoldingScheduler, Protocol):
+    """A scheduler whose host tier can be filled from another group."""
+
+    @property
+    def exchange(self) -> HostBlockExchange | None:
+        """The blocks that other groups get and give; None without a host tier."""
+
+    @property
+    def prefix_tag(self) -> bytes:
+        """See RestoringScheduler."""
+
+
+class Described(NamedTuple):
+    """The ranks of the prefill group and what they keep; None: nothing that others can use."""
+
+    shards: tuple[KVShard, ...] | None
+
+
+class Computed(NamedTuple):
+    """Blocks of a prompt that are on their way to host memory, or there."""
+
+    number: int
+    """Number of the prompt."""
+    tag: bytes
+    staged: list[HeldBlock]
+    """The first of those that were asked for; none if it has failed."""
+
+
+class LinkLeft(NamedTuple):
+    """The prefill group cannot take part in a transfer link."""
+
+    link: int
+
+
+class Ended(NamedTuple):
+    """The prefill group has ended. Nothing follows."""
+
+    error: Exception | None
+
+
+PrefillNews: TypeAlias = Described | Computed | LinkLeft | Ended
+
+
+class PrefillGroup(Protocol):
+    """The group that computes prompts, on a thread of its own. No method waits for it."""
+
+    timeout_s: float
+    """Longest time from a request's arrival to its admission, and limit on a move."""
+
+    def describe(self) -> None:
+        """Ask for a Described."""
+
+    def open_meeting(self, num_members: int) -> RendezvousAddress:
+        """Open the place where the ranks of a new transfer link meet."""
+
+    def open_link(self, link: TransferLink) -> None:
+        """Have its ranks join a transfer link."""
+
+    def compute(self, number: int, request: GenerationRequest, keys: list[bytes]) -> None:
+        """Compute a request's prompt, and ask for a Computed with blocks of these keys."""
+
+    def drop(self, number: int) -> None:
+        """Give up a prompt, or the blocks of one that is not sent."""
+
+    def send(self, link: TransferLink, number: int, move: BlockMove) -> None:
+        """Send a prompt's blocks, and drop the prompt when they are sent."""
+
+    def news(self) -> list[PrefillNews]:
+        """Return what has happened since the last call."""
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """A prompt at the other group."""
+
+    number: int
+    request: GenerationRequest
+    keys: list[bytes]
+    """Contents that its request lacks."""
+    deadline: float
+    waiting: set[str] = field(default_factory=set)
+    """Requests that are held for it."""
+    is_sent: bool = False
+    """The other group computes it; False while there is no link."""
+    move: int = 0
+    reserved: list[bytes] = field(default_factory=list)
+    """Contents that the move brings."""
+
+
+class RemotePrefillPart(DriverPart):
+    """Holds requests until their blocks are here, for a limited time."""
+
+    def __init__(
+        self, context: DriverContext, scheduler: ExchangingScheduler, prefill: PrefillGroup
+    ) -> None:
+        """Raises ClientConfigError: the scheduler has no host tier, or the ranks none that another
+        group can fill."""
+        exchange = scheduler.exchange
+        transfers: GroupTransfers = context.group.transfers
+        shards = None if exchange is None else transfers.get_metadata()
+        if exchange is None or shards is None:
+            problem = "the group has no host tier that another group can fill"
+            fix = "set cache.kv_host_memory_bytes, without a draft model, for one KV group"
+            raise config_error("options.prefill", prefill, problem, fix)
+        self._scheduler, self._exchange, self._prefill = scheduler, exchange, prefill
+        self._transfers = transfers
+        self._link: TransferLink | None = None
+        self._is_open = False
+        self._num_moves = 0
+        """Number of moves of the link."""
+        self._describing = False
+        self._retry_at = 0.0
+        self._opening_until = 0.0
+        self._has_ended = self._has_failed = False
+        self._prompts: dict[int, _Prompt] = {}
+        self._num_prompts = 0
+        self._coming: dict[bytes, _Prompt] = {}
+        """The prompt that brings contents."""
+
+    def queued(self, request: GenerationRequest) -> None:
+        if self._has_ended or not _can_leave(request):
+            return
+        self._ask_for_link()
+        if not self._has_failed:  # otherwise this group computes prompts until there is a link
+            self._hold(request)
+
+    def ended(self, req_id: str) -> None:
+        for prompt in [each for each in self._prompts.values() if req_id in each.waiting]:
+            prompt.waiting.discard(req_id)
+            if not prompt.waiting and not prompt.move:
+                self._forget(prompt)
+
+    def attend(self) -> None:
+        for news in self._prefill.news():
+            self._take(news)
+        if self._link is not None and (not self._is_open or self._is_moving):
+            self._look(self._link)
+        if self._prompts:
+            now = time.monotonic()
+            for prompt in [each for each in self._prompts.values() if now >= each.deadline]:
+                _LOG.warning("blocks of %s have not come in time", sorted(prompt.waiting))
+                if prompt.move:
+                    self._lose_link("a move has not ended in time")
+                    return
+                self._release(prompt)
+
+    def group_replaced(self) -> None:
+        self._lose_link("a daemon of this group was replaced")
+
+    def wait(self) -> bool:
+        if not self._prompts:
+            return False
+        time.sleep(WAIT_S)
+        return True
+
+    @property
+    def _is_moving(self) -> bool:
+        return any(prompt.move for prompt in self._prompts.values())
+
+    def _hold(self, request: GenerationRequest) -> None:
+        """Hold a request until what it lacks is here, if anything can come."""
+        keys = self._exchange.lacking(request.id)
+        if not keys:
+            return
+        shared = next((self._coming[key] for key in keys if key in self._coming), None)
+        if shared is None:
+            self._num_prompts += 1
+            deadline = time.monotonic() + self._prefill.timeout_s
+            shared = _Prompt(self._num_prompts, request, keys, deadline)
+            self._prompts[shared.number] = shared
+            self._coming |= dict.fromkeys(keys, shared)
+            if self._is_open:
+                self._compute(shared)
+        shared.waiting.add(request.id)
+        self._scheduler.hold_request(request.id)
+
+    def _compute(self, prompt: _Prompt) -> None:
+        prompt.is_sent = True
+        self._prefill.compute(prompt.number, prompt.request, prompt.keys)
+
+    def _ask_for_link(self) -> None:
+        if self._link is None and not self._describing and time.monotonic() >= self._retry_at:
+            self._describing = True
+            self._prefill.describe()
+
+    def _take(self, news: PrefillNews) -> None:
+        if isinstance(news, Ended):
+            self._has_ended = True
+            _LOG.warning("the prefill group has ended, prompts are computed here: %s", news.error)
+            self._lose_link("the prefill group has ended")
+        elif isinstance(news, Described):
+            self._describing = False
+            self._open(news.shards)
+        elif isinstance(news, LinkLeft):
+            if self._link is not None and news.link == self._link.number:
+                self._lose_link("the prefill group has left it")
+        else:
+            self._move(news)
+
+    def _open(self, sources: tuple[KVShard, ...] | None) -> None:
+        """Open a transfer link, if the other group is ready for one."""
+        try:
+            destinations = self._transfers.get_metadata()
+            if sources is None or destinations is None:
+                _LOG.warning("prompts are computed here: a group has no blocks for the other")
+                self._lose_link("a group has no blocks for the other")
+                return
+            place = self._prefill.open_meeting(len(sources) + len(destinations))
+            link = TransferLink(
+                time.monotonic_ns(), place, sources, destinations, self._prefill.timeout_s
+            )
+            self._transfers.open(link, sends=False)
+        except WorkerDied:
+            self._lose_link("a daemon of this group has died")  # the next step recovers from that
+            return
+        except WorkerDaemonError as error:
+            self._lose_link(str(error))
+            return
+        self._link, self._num_moves = link, 0
+        self._opening_until = time.monotonic() + link.timeout_s
+        self._prefill.open_link(link)
+
+    def _look(self, link: TransferLink) -> None:
+        """Ask the ranks what has become of the link and its moves."""
+        try:
+            report = self._transfers.poll(link)
+        except WorkerDaemonError as error:
+            self._lose_link(str(error))
+            return
+        if report is None:
+            return
+        if report.is_open and not self._is_open:
+            self._is_open, self._has_failed = True, False
+            for prompt in [each for each in self._prompts.values() if not each.is_sent]:
+                self._compute(prompt)
+        for prompt in [each for each in self._prompts.values() if each.move]:
+            if prompt.move <= report.num_ended:
+                self._end_move(prompt, has_come=prompt.move not in report.failed)
+        if report.fault:
+            self._lose_link(report.fault)
+        elif not self._is_open and time.monotonic() >= self._opening_until:
+            self._lose_link("its ranks have not met in time")
+
+    def _move(self, computed: Computed) -> None:
+        """Have the blocks of a prompt sent here."""
+        prompt, link = self._prompts.get(computed.number), self._link
+        if prompt is None or link is None or not self._is_open:
+            self._prefill.drop(computed.number)
+            return
+        slots = {each.key: each.slot for each in computed.staged}
+        reserved = []
+        if computed.tag == self._scheduler.prefix_tag:
+            reserved = self._exchange.reserve([*slots])
+        if not reserved:
+            self._prefill.drop(computed.number)
+            self._release(prompt)
+            return
+        prompt.reserved = [each.key for each in reserved]
+        self._num_moves += 1
+        prompt.move = self._num_moves
+        move = BlockMove(
+            prompt.move, computed.tag, [each.slot for each in reserved], prompt.reserved
+        )
+        try:
+            self._transfers.move(link, move)
+        except WorkerDaemonError as error:
+            self._prefill.drop(computed.number)
+            self._lose_link(str(error))
+            return
+        sent = move._replace(slots=[slots[key] for key in prompt.reserved])
+        self._prefill.send(link, computed.number, sent)
+
+    def _end_move(self, prompt: _Prompt, *, has_come: bool) -> None:
+        if has_come:
+            self._exchange.fill(prompt.reserved)
+        else:
+            self._exchange.give_back(prompt.reserved)
+        prompt.reserved = []
+        self._release(prompt)
+
+    def _release(self, prompt: _Prompt) -> None:
+        """Let the scheduler admit the requests that wait for a prompt."""
+        self._forget(prompt)
+        for req_id in sorted(prompt.waiting):
+            self._scheduler.release_request(req_id)
+
+    def _forget(self, prompt: _Prompt) -> None:
+        del self._prompts[prompt.number]
+        for key in prompt.keys:
+            if self._coming.get(key) is prompt:
+                del self._coming[key]
+        if not prompt.move and prompt.is_sent:
+            self._prefill.drop(prompt.number)
+
+    def _lose_link(self, cause: str) -> None:
+        """Leave the link, and let all requests compute their prompts here."""
+        if self._link is not None:
+            _LOG.warning("transfer link %d has ended: %s", self._link.number, cause)
+            try:
+                self._transfers.close()
+            except WorkerDaemonError as error:
+                _LOG.info("a rank of the link does not answer: %s", error)
+        self._link, self._is_open, self._has_failed = None, False, True
+        self._retry_at = time.monotonic() + RETRY_S
+        for prompt in [*self._prompts.values()]:
+            if prompt.move:
+                self._prefill.drop(prompt.number)
+                self._end_move(prompt, has_come=False)
+            else:
+                self._release(prompt)
+
+
+def _can_leave(request: GenerationRequest) -> bool:
+    """Return True if another group gets the same KV from a request's token ids alone."""
+    return (
+        request.prompt_embeds is None
+        and request.replay_experts is None
+        and request.lora is None
+        and request.pooling is None
+        and not request.features
+    )
+
+
+def remote_prefill_parts(
+    context: DriverContext, prefill: PrefillGroup | None
+) -> Iterator[RemotePrefillPart]:
+    """Yield the part of a driver with a prefill group. Raises ClientConfigError: its scheduler
+    cannot hold requests or exchange blocks."""
+    if prefill is None:
+        return
+    scheduler: object = context.scheduler
+    if not isinstance(scheduler, ExchangingScheduler):
+        problem = "the scheduler cannot exchange blocks with another group"
+        raise config_error("options.prefill", prefill, problem, "add ExchangingScheduler's methods")
+    yield RemotePrefillPart(context, scheduler, prefill)

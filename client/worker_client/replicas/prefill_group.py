@@ -1,0 +1,288 @@
+"""A group that computes prompts for another one (driver_parts/remote_prefill.py), with a driver and
+a thread of its own: a failure here, or the replacement of a daemon, delays no decode there.
+
+    with PrefillThread(open_driver) as prefill:
+        driver = Driver(group, scheduler, options=DriverOptions(prefill=prefill))
+
+`open_driver` makes the group, its scheduler and its driver, as AsyncDriver takes it. Both groups
+have the same weights, and a host tier each.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from typing import Final, TypeAlias
+
+from rendezvous.store import StoreServer
+from rpc_schema.config import RendezvousAddress
+from rpc_schema.errors import WorkerDaemonError
+from worker_client.driver import Driver
+from worker_client.driver_parts.remote_prefill import (
+    Computed,
+    Described,
+    Ended,
+    ExchangingScheduler,
+    LinkLeft,
+    PrefillNews,
+)
+from worker_client.errors import config_error
+from worker_client.group.kv_transfers import BlockMove, TransferLink
+from worker_client.inputs.sampling_params import SamplingParams
+from worker_client.requests import GenerationRequest, RequestOutput
+from worker_client.scheduler.block_exchange import HeldBlock, HostBlockExchange
+
+DEFAULT_TIMEOUT_S: Final = 30.0
+POLL_S: Final = 0.002
+"""Pause between questions after moves in progress, of a group that does nothing else."""
+LOOK_S: Final = 0.25
+"""Interval at which an idle group looks for dead daemons."""
+
+OpenDriver: TypeAlias = Callable[[], AbstractContextManager[Driver]]
+_Command: TypeAlias = Callable[["_Serving"], None]
+_LOG = logging.getLogger(__name__)
+
+
+class PrefillThread:
+    """See PrefillGroup. Owns the thread, which runs while the object is entered. Methods belong to
+    the thread of the driver that decodes."""
+
+    def __init__(
+        self,
+        open_driver: OpenDriver,
+        *,
+        host: str = "127.0.0.1",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """host: address of this host that all daemons of both groups reach: they meet there.
+        timeout_s: longest time from a request's arrival to its admission, after which the group
+        that decodes computes its prompt; and limit on each move.
+
+        Raises:
+            ClientConfigError: timeout_s is not positive.
+        """
+        if not timeout_s > 0:
+            raise config_error("timeout_s", timeout_s, "no block comes in no time", "30, say")
+        self.timeout_s = timeout_s
+        self._open_driver = open_driver
+        self._host = host
+        self._meeting: StoreServer | None = None
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        """None: stop."""
+        self._news: queue.SimpleQueue[PrefillNews] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="prefill", daemon=True)
+
+    def __enter__(self) -> "PrefillThread":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Abort all prompts, close the group and end the thread."""
+        self._commands.put(None)
+        self._thread.join()
+        if self._meeting is not None:
+            self._meeting.close()
+
+    def describe(self) -> None:
+        """See PrefillGroup."""
+        self._commands.put(lambda serving: serving.describe())
+
+    def open_meeting(self, num_members: int) -> RendezvousAddress:
+        """See PrefillGroup."""
+        if self._meeting is not None:
+            self._meeting.close()
+        meeting = self._meeting = StoreServer(self._host, num_members)
+        return RendezvousAddress(host=meeting.host, port=meeting.port, secret=meeting.secret)
+
+    def open_link(self, link: TransferLink) -> None:
+        """See PrefillGroup."""
+        self._commands.put(lambda serving: serving.open_link(link))
+
+    def compute(self, number: int, request: GenerationRequest, keys: list[bytes]) -> None:
+        """See PrefillGroup."""
+        self._commands.put(lambda serving: serving.compute(number, request, keys))
+
+    def drop(self, number: int) -> None:
+        """See PrefillGroup."""
+        self._commands.put(lambda serving: serving.drop(number))
+
+    def send(self, link: TransferLink, number: int, move: BlockMove) -> None:
+        """See PrefillGroup."""
+        self._commands.put(lambda serving: serving.send(link, number, move))
+
+    def news(self) -> list[PrefillNews]:
+        """See PrefillGroup."""
+        found = []
+        with suppress(queue.Empty):
+            while True:
+                found.append(self._news.get_nowait())
+        return found
+
+    def _run(self) -> None:
+        error: Exception | None = None
+        try:
+            with self._open_driver() as driver:
+                serving = _Serving(driver, self._news.put)
+                while self._obey(serving):
+                    serving.proceed()
+                serving.close()
+        except Exception as failure:  # the decoding group goes on without this one
+            error = failure
+        self._news.put(Ended(error))
+
+    def _obey(self, serving: "_Serving") -> bool:
+        """Carry out the commands that are here; if there is nothing else to do, wait for one.
+        Return False if one of them is to stop."""
+        wait_s = serving.wait_s
+        while True:
+            try:
+                command = (
+                    self._commands.get(timeout=wait_s) if wait_s else self._commands.get_nowait()
+                )
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command(serving)
+            wait_s = 0.0
+
+
+class _Serving:
+    """The thread's state: prompts that are computed, and blocks that are kept for the other
+    group."""
+
+    def __init__(self, driver: Driver, tell: Callable[[PrefillNews], None]) -> None:
+        self._driver = driver
+        self._transfers = driver.group.transfers
+        self._tell = tell
+        scheduler: object = driver.scheduler
+        self._scheduler = scheduler if isinstance(scheduler, ExchangingScheduler) else None
+        self._exchange: HostBlockExchange | None = None
+        if self._scheduler is not None:
+            self._exchange = self._scheduler.exchange
+        self._computing: dict[str, tuple[int, list[bytes]]] = {}
+        """Number and keys, by the id of the request that computes a prompt."""
+        self._staged: dict[int, list[HeldBlock]] = {}
+        """Blocks that are kept, by prompt."""
+        self._moving: dict[int, int] = {}
+        """Prompts, by move of the present link."""
+        self._link: TransferLink | None = None
+        self._must_store = False
+        """Blocks are to be stored by a step that was not sent."""
+
+    @property
+    def wait_s(self) -> float:
+        """Time for which there is nothing to do but to wait for commands."""
+        if self._driver.busy or self._must_store:
+            return 0.0
+        return POLL_S if self._moving else LOOK_S
+
+    def proceed(self) -> None:
+        """Run a step, if there is one, and see to the moves in progress."""
+        driver = self._driver
+        if driver.busy or self._must_store:
+            self._must_store = False
+            for output in driver.step():
+                self._take(output)
+        elif not self._moving:
+            driver.look()
+        if self._moving and self._link is not None:
+            self._look(self._link)
+
+    def close(self) -> None:
+        """Leave the link."""
+        self._leave(self._link)
+
+    def describe(self) -> None:
+        shards = None
+        if self._exchange is not None:
+            with suppress(WorkerDaemonError):  # the next step recovers from it
+                shards = self._transfers.get_metadata()
+        self._tell(Described(shards))
+
+    def open_link(self, link: TransferLink) -> None:
+        self._leave(self._link)
+        self._link = link
+        try:
+            self._transfers.open(link, sends=True)
+        except WorkerDaemonError as error:
+            _LOG.warning("transfer link %d cannot be opened: %s", link.number, error)
+            self._leave(link)
+
+    def compute(self, number: int, request: GenerationRequest, keys: list[bytes]) -> None:
+        name = f"prefill-{number}"
+        alone = replace(
+            request,
+            id=name,
+            max_tokens=1,
+            sampling=SamplingParams(temperature=0.0),
+            deadline=None,
+            index=None,
+            output_token_ids=(),
+            routed_experts=False,
+        )
+        self._computing[name] = number, keys
+        try:
+            self._driver.add_request(alone)
+        except WorkerDaemonError as error:
+            _LOG.warning("a prompt of %s is refused: %s", request.id, error)
+            del self._computing[name]
+            self._tell(Computed(number, b"", []))
+
+    def drop(self, number: int) -> None:
+        for name in [name for name, each in self._computing.items() if each[0] == number]:
+            del self._computing[name]
+            self._driver.abort_request(name)
+        staged = self._staged.pop(number, None)
+        if staged is not None and self._exchange is not None:
+            self._exchange.release([each.key for each in staged])
+
+    def send(self, link: TransferLink, number: int, move: BlockMove) -> None:
+        if link is not self._link or number not in self._staged:
+            self.drop(number)
+            self._tell(LinkLeft(link.number))
+            return
+        self._moving[move.number] = number
+        try:
+            self._transfers.move(link, move)
+        except WorkerDaemonError as error:
+            _LOG.warning("blocks cannot be sent: %s", error)
+            self._leave(link)
+
+    def _take(self, output: RequestOutput) -> None:
+        """Keep the blocks of a prompt that was computed."""
+        number, keys = self._computing.pop(output.req_id, (0, []))
+        if not number or self._exchange is None or self._scheduler is None:
+            return
+        staged = [] if output.error else self._exchange.stage(keys)
+        self._staged[number] = staged
+        self._must_store = True
+        self._tell(Computed(number, self._scheduler.prefix_tag, staged))
+
+    def _look(self, link: TransferLink) -> None:
+        try:
+            report = self._transfers.poll(link)
+        except WorkerDaemonError as error:
+            _LOG.warning("transfer link %d: %s", link.number, error)
+            self._leave(link)
+            return
+        if report is None:
+            return
+        for move in [move for move in self._moving if move <= report.num_ended]:
+            self.drop(self._moving.pop(move))
+        if report.fault:
+            self._leave(link)
+
+    def _leave(self, link: TransferLink | None) -> None:
+        """Leave a link, and drop what was being sent over it."""
+        if link is None or link is not self._link:
+            return
+        self._link = None
+        with suppress(WorkerDaemonError):
+            self._transfers.close()
+        for number in self._moving.values():
+            self.drop(number)
+        self._moving.clear()
+        self._tell(LinkLeft(link.number))

@@ -1,0 +1,190 @@
+"""Prefill apart from decode: requests whose prompts another group has computed get the same tokens
+as transformers', whatever becomes of the other group and of the blocks on their way."""
+
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+
+from tests.support.checkpoints import prompts
+from tests.support.exhaustive import exhaustively
+from tests.support.flipping_daemon import FlippingDaemons
+from tests.support.forked_daemons import ForkedDaemons
+from tests.support.prefill_pairs import Prompts, opened, prefill_pair, run
+from tests.support.serving import greedy_request, kill_and_wait, scheduler_limits
+from tests.support.tiered_waves import assert_right, num_loaded, tiers, tokens_of
+from worker_client.driver import Driver
+from worker_client.driver_parts.registry import DriverOptions
+from worker_client.errors import ClientConfigError
+from worker_client.inputs.sampling_params import SamplingParams
+from worker_client.replicas.prefill_group import PrefillThread
+from worker_client.scheduler import Scheduler
+
+SHAPES = [((1, 1), (1, 1)), ((1, 2), (1, 1)), ((2, 1), (1, 2)), ((1, 1), (1, 2)), ((1, 2), (2, 1))]
+
+
+@pytest.mark.parametrize(
+    ("source", "destination"), [*SHAPES[:3], *(exhaustively(*shape) for shape in SHAPES[3:])]
+)
+def test_blocks_of_another_group_give_the_same_tokens(daemons, checkpoint, source, destination):
+    sent, model = Prompts(random.randrange(1 << 30)), checkpoint()
+    endpoints = daemons.endpoints(sum(pp * tp for pp, tp in (source, destination)))
+    with prefill_pair(endpoints, model, source, destination) as (driver, _):
+        outputs = run(driver, sent.requests)
+        found, num_exchanged = tiers(driver.group), driver.scheduler.exchange.num_slots
+    assert_right(outputs, model, sent)
+    assert num_loaded(outputs) > 0, sent.seed
+    assert all(tier.num_received > 0 == tier.num_invalid for tier in found), (sent.seed, found)
+    assert num_exchanged == 0
+
+
+def test_sampling_goes_on_as_without_another_group(daemons, checkpoint):
+    """Seeds, penalties and several samples: the same tokens as by a group that computes all."""
+    sent, model = Prompts(random.randrange(1 << 30), count=4), checkpoint()
+    kinds = [
+        SamplingParams(temperature=0.9, seed=sent.seed),
+        SamplingParams(temperature=0.7, seed=sent.seed, repetition_penalty=1.3, n=2),
+        SamplingParams(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.3),
+        SamplingParams(temperature=1.0, seed=sent.seed, top_k=5, logprobs=2),
+    ]
+    requests = [
+        replace(request, sampling=kind) for request, kind in zip(sent.requests, kinds, strict=True)
+    ]
+    endpoints = daemons.endpoints(2)
+    with prefill_pair(endpoints, model, (1, 1), (1, 1)) as (driver, _):
+        outputs = run(driver, requests)
+    with opened(endpoints[1:], model, (1, 1)) as driver:
+        expected = run(driver, requests)
+    assert num_loaded(outputs) > 0, sent.seed
+    assert tokens_of(outputs) == tokens_of(expected), sent.seed
+
+
+@pytest.fixture
+def flipping(model_root, tmp_path):
+    """Two daemons that change bits of blocks when told."""
+    with FlippingDaemons(2, model_root, tmp_path) as daemons:
+        yield daemons
+
+
+def test_bits_that_change_on_the_way_cost_their_blocks(flipping, checkpoint):
+    sent, model = Prompts(random.randrange(1 << 30), count=12), checkpoint()
+    flips = flipping.flips[0]
+    flips.put(one_of=6, seed=sent.seed, where="transit")
+    with prefill_pair(flipping.endpoints, model, (1, 1), (1, 1)) as (driver, _):
+        outputs = run(driver, sent.requests)
+        (found,) = tiers(driver.group)
+    assert_right(outputs, model, sent)
+    assert found.num_invalid == flips.num_done > 0, (sent.seed, found)
+    assert found.num_loaded > found.num_invalid, sent.seed
+
+
+@pytest.fixture
+def pair(model_root):
+    """Two daemons that a test may kill: the first computes prompts."""
+    with ForkedDaemons(["cpu", "cpu"], model_root) as daemons:
+        yield daemons
+
+
+def replaced(pair):
+    """What makes the function that a driver calls after the death of its daemon."""
+
+    def of_group(group):
+        def recover(died):
+            pair.restart_dead()
+            group.replace(died.rank)
+
+        return recover
+
+    return of_group
+
+
+def run_with(driver, requests, at, then):
+    """The outputs of requests; calls `then` once so many have ended."""
+    for request in requests:
+        driver.add_request(request)
+    outputs = {}
+    while driver.busy:
+        outputs |= {output.req_id: output for output in driver.step()}
+        if then is not None and len(outputs) >= at:
+            then()
+            then = None
+    return outputs
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("at", [0, exhaustively(2)])
+def test_the_death_of_either_side(pair, checkpoint, side, at):
+    """Requests get the same tokens, and blocks come again once its successor is there."""
+    sent, model = Prompts(random.randrange(1 << 30), count=10), checkpoint()
+    killed = 0 if side == "prefill" else 1
+    recover = replaced(pair)
+    shapes = ((1, 1), (1, 1))
+    with prefill_pair(pair.endpoints, model, *shapes, recover=(recover, recover)) as (driver, _):
+        assert_blocks_come(driver, sent.seed)
+        outputs = run_with(driver, sent.requests, at, lambda: kill_and_wait(pair.pids[killed]))
+        assert_right(outputs, model, sent)
+        assert_blocks_come(driver, sent.seed + 1)
+        assert driver.scheduler.exchange.num_slots == 0
+
+
+def assert_blocks_come(driver, seed):
+    """Send prompts until one has loaded blocks of the other group, within some seconds."""
+    until, count = time.monotonic() + 20, 0
+    while time.monotonic() < until:
+        driver.scheduler.forget_prefixes()
+        driver.scheduler.forget_host_tier()
+        prompt = prompts(seed, [40])[0].tolist()
+        outputs = run(driver, [greedy_request(f"{seed}-{count}", prompt, 3)])
+        if num_loaded(outputs):
+            return
+        count += 1
+        time.sleep(0.02)
+    raise AssertionError(seed)
+
+
+def test_a_prefill_group_that_stays_dead(pair, checkpoint):
+    sent, model = Prompts(random.randrange(1 << 30), count=6), checkpoint()
+    with prefill_pair(pair.endpoints, model, (1, 1), (1, 1)) as (driver, _):
+        kill_and_wait(pair.pids[0])
+        outputs = run(driver, sent.requests)
+        assert driver.scheduler.exchange.num_slots == 0
+    assert_right(outputs, model, sent)
+
+
+@pytest.mark.exhaustive
+def test_a_prefill_group_that_hangs(pair, checkpoint):
+    """Requests wait until their deadline at most."""
+    sent, model = Prompts(random.randrange(1 << 30), count=6), checkpoint()
+    with prefill_pair(pair.endpoints, model, (1, 1), (1, 1), timeout_s=3.0) as (driver, _):
+        assert_blocks_come(driver, sent.seed)
+        os.kill(pair.pids[0], signal.SIGSTOP)
+        try:
+            outputs = run(driver, sent.requests)
+        finally:
+            os.kill(pair.pids[0], signal.SIGCONT)
+        assert driver.scheduler.exchange.num_slots == 0
+    assert_right(outputs, model, sent)
+
+
+def test_groups_of_other_weights_exchange_nothing(daemons, models):
+    old, new, _ = models
+    sent = Prompts(random.randrange(1 << 30), count=4)
+    endpoints = daemons.endpoints(2)
+    with prefill_pair(endpoints, old, (1, 1), (1, 1), decode_model=new) as (driver, _):
+        outputs = run(driver, sent.requests)
+        (found,) = tiers(driver.group)
+    assert_right(outputs, new, sent)
+    assert found.num_received == found.num_loaded == 0, sent.seed
+
+
+def test_what_cannot_be_is_refused_by_name(serve, checkpoint):
+    with pytest.raises(ClientConfigError, match="timeout_s = 0"):
+        PrefillThread(None, timeout_s=0)
+    with serve(checkpoint().path) as (group, loaded):
+        scheduler = Scheduler(scheduler_limits(group, loaded))
+        options = DriverOptions(prefill=PrefillThread(None))
+        with pytest.raises(ClientConfigError, match=r"set cache\.kv_host_memory_bytes"):
+            Driver(group, scheduler, options=options)

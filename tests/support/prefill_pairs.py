@@ -1,0 +1,90 @@
+"""Two groups of daemons: one computes prompts, and the other decodes."""
+
+import contextlib
+import random
+from dataclasses import dataclass, field
+
+from tests.support.checkpoints import prompts
+from tests.support.serving import connect, greedy_request, scheduler_limits, worker_config
+from worker_client.driver import Driver
+from worker_client.driver_parts.registry import DriverOptions
+from worker_client.replicas.prefill_group import PrefillThread
+from worker_client.scheduler import Scheduler
+
+CONFIG = {
+    "kv_host_memory_bytes": 1 << 20,
+    "max_model_len": 96,
+    "max_num_batched_tokens": 32,
+    "num_gpu_blocks": 96,
+}
+
+
+@dataclass
+class Prompts:
+    """Requests of fresh random prompts, of which some begin alike."""
+
+    seed: int
+    count: int = 8
+    requests: list[object] = field(default_factory=list)
+
+    def __post_init__(self):
+        rng = random.Random(self.seed)
+        stem = prompts(rng.randrange(1 << 20), [21])[0].tolist()
+        for index in range(self.count):
+            own = prompts(rng.randrange(1 << 20), [rng.randint(3, 60)])[0].tolist()
+            tokens = stem + own[:20] if index % 4 == 3 else own
+            self.requests.append(greedy_request(f"r{index}", tokens, rng.randint(3, 12)))
+
+    @property
+    def flat(self):
+        return self.requests
+
+
+def split_config(config):
+    """Fields of worker_config, and those of connect."""
+    loading = {name: config[name] for name in ("num_gpu_blocks",) if name in config}
+    return {name: each for name, each in config.items() if name not in loading}, loading
+
+
+@contextlib.contextmanager
+def opened(endpoints, model, shape, make_recover=None, **options):
+    """A group and its driver."""
+    config, loading = split_config(CONFIG)
+    with connect(endpoints, worker_config(model.path, *shape, **config), **loading) as served:
+        group, loaded = served
+        if make_recover is not None:
+            options["recover"] = make_recover(group)
+        yield Driver(group, Scheduler(scheduler_limits(group, loaded)), **options)
+
+
+@contextlib.contextmanager
+def prefill_pair(
+    endpoints,
+    model,
+    source,
+    destination,
+    *,
+    recover=(None, None),
+    timeout_s=20.0,
+    decode_model=None,
+):
+    """The driver of the group that decodes, and the thread of the other one. source, destination:
+    (pp, tp) of the groups. recover: functions that return what a driver calls after a death."""
+    num_sources = source[0] * source[1]
+    sources, own = endpoints[:num_sources], endpoints[num_sources:]
+
+    def open_driver():
+        return opened(sources, model, source, recover[0])
+
+    with PrefillThread(open_driver, timeout_s=timeout_s) as prefill:
+        options = DriverOptions(prefill=prefill)
+        of = decode_model or model
+        with opened(own, of, destination, recover[1], options=options) as driver:
+            yield driver, prefill
+
+
+def run(driver, requests):
+    """The outputs of requests, by id."""
+    for request in requests:
+        driver.add_request(request)
+    return {output.req_id: output for output in driver.run()}

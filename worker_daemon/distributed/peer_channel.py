@@ -1,0 +1,127 @@
+"""A communicator of the ranks of two groups, between which KV blocks move. It is independent of the
+links of both, which must survive the death of the other group.
+
+Like transfer_group.py it uses torch.distributed's backend directly. Messages are tensors that one
+member sends and one receives, in the order of each pair: NCCL would take the same calls, with
+buffers on the device.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeAlias, cast
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public nevertheless
+
+from rendezvous.listeners import ListenerWatch, Sockets, end, inheritable_connections
+from rpc_schema.errors import CommError, TransferError
+from worker_daemon.distributed.link import prove_members
+from worker_daemon.distributed.rendezvous import RendezvousStore, connect_store
+from worker_daemon.raising import Translation
+
+Messages: TypeAlias = Sequence[tuple[int, Tensor]]
+"""Members, and a contiguous tensor for or from each."""
+_NAME = "kv transfer"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMeeting:
+    """The rendezvous of the ranks of two groups."""
+
+    host: str
+    port: int
+    secret: bytes
+    rank: int
+    size: int
+    timeout_s: float
+    """Limit on the meeting, and on every wait for a member."""
+
+
+class PeerChannel:
+    """Belongs to one thread; only abort() may be called from others."""
+
+    def __init__(self, meeting: PeerMeeting) -> None:
+        """Create a channel without connections, so that it can be aborted while it opens."""
+        self._meeting = meeting
+        self._is_aborted = False
+        self._store: RendezvousStore | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._connections: Sockets = frozenset()
+
+    def open(self, meeting: threading.Lock) -> None:
+        """Connect to all members. meeting: held while gloo connects.
+
+        Raises:
+            TransferError: not all have connected within the timeout, or a stranger has.
+        """
+        own = self._meeting
+        with self._failing("meeting the other group"):
+            store = connect_store(own.host, own.port, own.secret, own.timeout_s)
+            self._store = store
+            store.set(f"here/{own.rank}", b"1")
+            store.wait([f"here/{rank}" for rank in range(own.size)])
+            with meeting:
+                others = inheritable_connections()
+                with ListenerWatch():
+                    timeout = timedelta(seconds=own.timeout_s)
+                    named = PrefixStore(_NAME, store)
+                    gloo = dist.ProcessGroupGloo(named, own.rank, own.size, timeout)
+                    self._group = cast(dist.ProcessGroup, gloo)  # torch's stubs lack its methods
+                self._connections = inheritable_connections() - others
+            prove_members(own.secret, _NAME, self._group)
+            store.end()
+        if self._is_aborted:
+            self.abort()
+
+    def send(self, messages: Messages) -> None:
+        """Send a message to each of several members, and wait until all have left.
+
+        Raises:
+            TransferError: a member is lost, or does not receive within the timeout.
+        """
+        assert self._group is not None, "after open() only"
+        with self._failing("sending"):
+            works = [self._group.send([tensor], rank, 0) for rank, tensor in messages]
+            for work in works:
+                work.wait()
+
+    def receive(self, messages: Messages) -> None:
+        """Receive a message from each of several members, and wait until all are there.
+
+        Raises:
+            TransferError: a member is lost, or does not send within the timeout.
+        """
+        assert self._group is not None, "after open() only"
+        with self._failing("receiving"):
+            works = [self._group.recv([tensor], rank, 0) for rank, tensor in messages]
+            for work in works:
+                work.wait()
+
+    def abort(self) -> None:
+        """End all waits, of the other members too: a channel without its connections is of no
+        use to them. Before it is open, it ends once it is."""
+        self._is_aborted = True
+        end(self._connections)
+        if self._store is not None:
+            self._store.end()
+
+    def leave(self) -> None:
+        """Abandon the channel. gloo's threads end with its group, which this may wait for."""
+        self.abort()
+        self._group = self._store = None
+
+    def _failing(self, what: str) -> Translation:
+        own = self._meeting
+
+        def translate(error: Exception) -> TransferError:
+            return TransferError(
+                f"{what} failed: {error}",
+                field="peers",
+                value=f"{own.host}:{own.port}, rank {own.rank} of {own.size}",
+                fix="check that the daemons of both groups run, then open another transfer link",
+            )
+
+        return Translation((RuntimeError, ValueError, CommError), translate)
