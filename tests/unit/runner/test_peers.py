@@ -1,11 +1,12 @@
 """Blocks that move between ranks of any two shapes: each destination's slots then hold what its own
 device would have stored there, and a move that cannot be carried out changes nothing."""
 
+import itertools
 import queue
 import random
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +18,7 @@ from rpc_schema import kv_transfer as kt
 from rpc_schema.config import RendezvousAddress
 from rpc_schema.errors import ConfigError, FencedError, TransferError
 from tests.support.exhaustive import seeds
+from tests.support.waiting import PATIENCE_S
 from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.runner.block_contents import BlockContents, versioned_tag
 from worker_daemon.runner.connectors import peers
@@ -44,7 +46,7 @@ class MemoryChannel:
     def receive(self, messages):
         for rank, tensor in messages:
             try:
-                found = self._queues[rank, self._meeting.rank].get(timeout=5.0)
+                found = self._queues[rank, self._meeting.rank].get(timeout=PATIENCE_S)
             except queue.Empty as error:
                 raise TransferError("nothing came") from error
             assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
@@ -95,13 +97,14 @@ class Pair:
 
     def __init__(self, rng, monkeypatch):
         self.rng, self.num_heads = rng, 2 ** rng.randint(0, 2)
-        queues = defaultdict(queue.SimpleQueue)
-        monkeypatch.setattr(peers, "PeerChannel", lambda meeting: MemoryChannel(queues, meeting))
         monkeypatch.setattr(peers, "MESSAGE_BYTES", rng.choice([1, 1000, 1 << 20]))
         monkeypatch.setattr(peers, "_STORE_WAIT_S", 0.05)
         self.sources, self.destinations = (
             self._group(rng.randint(1, 3), 2 ** rng.randint(0, 3)) for _ in range(2)
         )
+        numbers = range(len(self.ranks))
+        queues = {pair: queue.SimpleQueue() for pair in itertools.product(numbers, repeat=2)}
+        monkeypatch.setattr(peers, "PeerChannel", lambda meeting: MemoryChannel(queues, meeting))
         self.blocks = {}
         """Words and name of what each slot of the sources holds."""
         for slot in range(NUM_SLOTS):
@@ -166,7 +169,7 @@ class Pair:
         return [self.report(rank) for rank in self.ranks]
 
     def report(self, rank):
-        until = time.monotonic() + 10
+        until = time.monotonic() + PATIENCE_S
         while (found := rank.peers.report(1)).num_ended < self.num_moves:
             assert time.monotonic() < until, found
             assert found.state != "broken", found
