@@ -60,14 +60,16 @@ class Upgrade:
 
 @pytest.fixture
 def request_of():
-    """request_of(id): a request with a random prompt, and its tokens."""
+    """request_of(id): a request with a random prompt that no step ends early, and its tokens."""
     seed = random.randrange(1 << 32)
     print(f"{seed=}")
     rng = np.random.default_rng(seed)
 
     def make(name):
-        prompt = rng.integers(8, 1000, 5).astype(np.int32)
-        expected = reference_tokens(prompt.tolist(), NUM_TOKENS, frozenset([EOS]))
+        expected = []
+        while len(expected) < NUM_TOKENS:
+            prompt = rng.integers(8, 1000, 5).astype(np.int32)
+            expected = reference_tokens(prompt.tolist(), NUM_TOKENS, frozenset([EOS]))
         return GenerationRequest(name, prompt, max_tokens=NUM_TOKENS), expected
 
     return make
@@ -179,7 +181,6 @@ def test_drained_daemon_that_ends_is_replaced(served):
     assert {output.req_id: output.token_ids for output in ended} == expected
 
 
-@pytest.mark.exhaustive  # fails by chance on a busy host
 @pytest.mark.parametrize("pp", [1, 2])
 def test_driver_goes_on_once_a_drain_that_its_step_has_met_is_undone(served, pp):
     """Held up for longer than the notice, it had not heard of the drain before."""
@@ -187,12 +188,14 @@ def test_driver_goes_on_once_a_drain_that_its_step_has_met_is_undone(served, pp)
     ended = driver.step()
     upgrade.daemons[-1].gate.draining = True
     wait_until(lambda: is_held(driver, ended), "the drain")
-    assert driver.num_failures == 1, "a step was refused before a heartbeat came"
+    # A second one if a heartbeat from before the drain came after the refusal.
+    num_failures = driver.num_failures
+    assert num_failures in (1, 2), "a step was refused before a heartbeat came"
     upgrade.daemons[-1].gate.draining = False
     wait_until(lambda: not is_held(driver, ended), "its end")
     ended += driver.run()
     assert {output.req_id: output.token_ids for output in ended} == expected
-    assert driver.num_failures == 1
+    assert driver.num_failures == num_failures
 
 
 def is_held(driver, ended) -> bool:
@@ -311,7 +314,6 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.exhaustive  # fails by chance on a busy host
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operation_that_meets_the_shutdown_names_rank_and_fix_and_the_driver_serves_on(
     served, name
