@@ -70,7 +70,7 @@ class Holding:
             bound = request_blocks(request.num_tokens, self._groups, self._most)
             assert len(held) <= bound, f"{request.id} has {len(held)} blocks of {bound}"
             assert len(set(held)) == len(held)
-            shared = request.blocks.num_shared
+            shared = request.prefix.num_shared
             if not shared:
                 for block_id in held:
                     assert holders.setdefault(block_id, request.id) == request.id

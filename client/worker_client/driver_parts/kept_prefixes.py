@@ -10,7 +10,7 @@ from rpc_schema.errors import (
 from worker_client.driver_parts.context import DriverContext
 from worker_client.driver_parts.interface import DriverPart, StepInFlight
 from worker_client.group.prefixes import GroupPrefixes
-from worker_client.scheduler.request_blocks import CachedChanges
+from worker_client.scheduler.prefix_cache import CachedChanges
 from worker_client.steps.cached_blocks import CachedBlocks
 
 NOTE_INTERVAL: Final = 16

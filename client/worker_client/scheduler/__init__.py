@@ -4,11 +4,11 @@ interface.py       the calls of a driver to a scheduler, and the values that the
 reference.py       Scheduler: takes the calls, commits steps
 planning.py        decides a step: decodes, chunks, preemption, admission; step_room.py: its bytes
 open_steps.py      numbers the steps; step_budget.py: bounds their prompt tokens by a latency target
-step_results.py    gives requests what steps have sampled; request_exits.py: ends or preempts them
+step_results.py    gives requests what steps have sampled; request_exits.py ends or preempts them
 request_queues.py  waiting and running requests; decode_groups.py: those that decode together
 request.py         one request; new_requests.py starts it, admissions.py admits it on the workers;
                    reported.py, experts_record.py, weights_history.py: what else it keeps
-request_blocks.py  blocks held by requests, and the prefix cache; built on block_pool.py
+request_blocks.py, prefix_search.py, prefix_cache.py  blocks that requests hold, find and share
 sampling_weights.py, adapter_updates.py  weights that sample, and updates of adapters' weights
 """
 

@@ -103,7 +103,7 @@ def admit(request: Request, sampled_by: int, adapter_version: int | None = None)
         request.priority,
         None if request.deadline == math.inf else request.deadline + _unix_offset_s(),
         _noted(request.weights.runs),
-        request.blocks.is_mixed,
+        request.prefix.is_mixed,
         adapter_version,
         request.weights.num_recomputed,
     )

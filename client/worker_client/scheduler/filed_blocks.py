@@ -9,7 +9,7 @@ from worker_client.steps.kv_file_moves import HashedBlocks, KVFileMoves
 
 
 class FetchedBlocks:
-    """See OutsideBlocks. Owned by RequestBlocks.
+    """See OutsideBlocks. Owned by OutsidePlace.
 
     Every block that was offered is stored once: the ranks know which they have. A load uses up what
     was fetched.

@@ -13,7 +13,7 @@ from worker_client.steps.host_moves import HostMoves, MovedBlocks
 
 class TierSlots:
     """See OutsideBlocks: slots and their contents, the least recently used first. A key names
-    contents: it has a block's hash and KV group. All keys have one length. Owned by RequestBlocks,
+    contents: it has a block's hash and KV group. All keys have one length. Owned by OutsidePlace,
     or by vLLM's side.
 
     Contents that are loaded stay in their slot: when their block is evicted again, nothing has to

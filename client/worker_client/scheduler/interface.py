@@ -245,6 +245,12 @@ class SchedulerLimits:
     """The ranks keep files of KV blocks."""
 
     @property
+    def shares_prefixes(self) -> bool:
+        """True if requests may begin with blocks of others. With states, they do so at
+        checkpoints."""
+        return self.enable_prefix_caching and (not self.keeps_state or self.checkpoint_blocks > 0)
+
+    @property
     def moves_blocks(self) -> bool:
         """True if steps may move blocks between the KV cache and another place."""
         return self.num_host_blocks > 0 or self.has_kv_files

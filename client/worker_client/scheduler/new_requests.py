@@ -235,7 +235,7 @@ def _note_pooling(made: Request, limits: SchedulerLimits) -> None:
     output_bytes = pooled_bytes(params, len(made.tokens), support)
     made.traits = msgspec.structs.replace(made.traits, output_bytes=output_bytes)
     if found.states != "last" or support.whole_prompts:
-        made.blocks.may_share = False  # its output needs the hidden states of all tokens
+        made.prefix.may_share = False  # its output needs the hidden states of all tokens
 
 
 def _check_admission(made: Request, groups: Sequence[BlockGroup]) -> None:
@@ -290,7 +290,7 @@ def adopted_request(
     )
     made.blocks.num_cached_tokens = note.num_cached_tokens
     made.blocks.num_preemptions = note.num_preemptions
-    made.blocks.is_mixed = note.is_mixed or bool(request.earlier_versions)
+    made.prefix.is_mixed = note.is_mixed or bool(request.earlier_versions)
     _note_limits(made, limits)
     _check_admission(made, limits.block_groups)
     return made

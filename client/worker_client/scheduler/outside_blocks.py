@@ -1,10 +1,15 @@
-"""A place outside of the KV cache for the contents of blocks, as RequestBlocks sees it
-(host_tier.py, filed_blocks.py). A key is a block's hash and a byte for its KV group."""
+"""A place outside of the KV cache for the contents of blocks, as the prefix cache sees it. A key is
+a block's hash and a byte for its KV group."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
+from worker_client.scheduler.block_pool import OnEvict
+from worker_client.scheduler.filed_blocks import FetchedBlocks
+from worker_client.scheduler.host_tier import TierSlots
+from worker_client.scheduler.interface import SchedulerLimits
 from worker_client.scheduler_output import SchedulerOutput, StepValues
+from worker_client.steps.cached_blocks import CachedBlocks
 
 
 class OutsideBlocks(Protocol):
@@ -44,6 +49,59 @@ class OutsideBlocks(Protocol):
 
     def forget_all(self) -> None:
         """Forget all contents."""
+
+
+class OutsidePlace:
+    """The place that a scheduler's limits name: the ranks' host memory, files, or none. Owned by a
+    scheduler, and belongs to its thread."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        """Without a prefix cache nothing is moved: then there is none."""
+        self.tier: TierSlots | None = None
+        self.files: FetchedBlocks | None = None
+        if limits.num_host_blocks and limits.shares_prefixes:
+            self.tier = TierSlots(limits.num_host_blocks)
+        elif limits.has_kv_files and limits.shares_prefixes:
+            self.files = FetchedBlocks()
+        self.blocks: OutsideBlocks | None = self.files if self.tier is None else self.tier
+        """The one that there is."""
+
+    @property
+    def on_evict(self) -> OnEvict | None:
+        """What a pool tells of the contents that its allocations take."""
+        blocks = self.blocks
+        if blocks is None:
+            return None
+        return lambda block_id, group, name: blocks.evict(key_of(group, name), block_id)
+
+    @property
+    def has_moves(self) -> bool:
+        """True if the next step has something to move, for which it is sent if need be. Files can
+        wait."""
+        return self.tier is not None and self.tier.has_moves
+
+    def take_moves(self, tag: bytes) -> tuple[StepValues, ...]:
+        """Return what the step that is sent now moves. tag: of the hashes."""
+        return () if self.blocks is None else self.blocks.take_moves(tag)
+
+    def fail_moves(self, outputs: Iterable[SchedulerOutput]) -> None:
+        """Forget what failed steps, and the one that was being planned, were to move."""
+        if self.blocks is not None:
+            self.blocks.fail(outputs)
+
+    def forget_all(self) -> None:
+        """Forget all contents."""
+        if self.blocks is not None:
+            self.blocks.forget_all()
+
+    def restore_tier(self, slots: CachedBlocks) -> int:
+        """Take the contents of the slots that an earlier driver has filled; return how many."""
+        return 0 if self.tier is None else self.tier.restore(slots)
+
+    def note_fetched(self, keys: Iterable[bytes]) -> None:
+        """Note contents that all ranks have read from files."""
+        if self.files is not None:
+            self.files.fetched(keys)
 
 
 def keys_of(hashes: Sequence[bytes], num_groups: int) -> Iterator[bytes]:

@@ -8,6 +8,7 @@ from worker_client.parts.registry import may_start
 from worker_client.scheduler.decode_groups import DecodeGroups
 from worker_client.scheduler.draft_lengths import DraftLengths
 from worker_client.scheduler.interface import SchedulerLimits
+from worker_client.scheduler.prefix_search import PrefixSearch
 from worker_client.scheduler.request import Request
 from worker_client.scheduler.request_blocks import RequestBlocks
 from worker_client.scheduler.request_queues import RequestQueues
@@ -42,6 +43,7 @@ class Step:
         limits: SchedulerLimits,
         queues: RequestQueues,
         blocks: RequestBlocks,
+        search: PrefixSearch,
         groups: DecodeGroups,
         step_budget: StepBudget | None = None,
         draft_lengths: DraftLengths | None = None,
@@ -61,6 +63,7 @@ class Step:
         self._limits = limits
         self._queues = queues
         self._blocks = blocks
+        self._search = search
         self._groups = groups
         self._budget = limits.max_num_batched_tokens
         self._num_prefill_tokens = 0
@@ -257,8 +260,8 @@ class Step:
                 return
             if request.extensions and not self._may_start(request):
                 return
-            prefix = self._blocks.find_prefix(request)
-            num_cached = self._blocks.num_cached(prefix)
+            prefix = self._search.find(request)
+            num_cached = prefix.num_tokens
             fits = self._room.fits_experts(request, num_cached)
             if not (fits and self._blocks.can_hold(request, prefix)):
                 return

@@ -20,6 +20,8 @@ from worker_client.requests import (
 from worker_client.scheduler.adapter_updates import AdapterUpdates
 from worker_client.scheduler.admissions import admit
 from worker_client.scheduler.block_exchange import HostBlockExchange
+from worker_client.scheduler.block_hashes import BlockHashes
+from worker_client.scheduler.block_pool import BlockPool
 from worker_client.scheduler.decode_groups import DecodeGroups
 from worker_client.scheduler.draft_lengths import DraftLengths
 from worker_client.scheduler.drafting.payoffs import OnDraftingChange, log_change
@@ -30,10 +32,13 @@ from worker_client.scheduler.interface import (
 )
 from worker_client.scheduler.new_requests import adopted_request, new_request
 from worker_client.scheduler.open_steps import OpenSteps
+from worker_client.scheduler.outside_blocks import OutsidePlace
 from worker_client.scheduler.planning import Step
+from worker_client.scheduler.prefix_cache import CachedChanges, PrefixCache
+from worker_client.scheduler.prefix_search import PrefixSearch
 from worker_client.scheduler.reported import Reported
 from worker_client.scheduler.request import Request
-from worker_client.scheduler.request_blocks import CachedChanges, RequestBlocks
+from worker_client.scheduler.request_blocks import RequestBlocks
 from worker_client.scheduler.request_exits import RequestExits
 from worker_client.scheduler.request_queues import RequestQueues, Urgency, by_priority
 from worker_client.scheduler.sampling_weights import SamplingWeights
@@ -77,9 +82,18 @@ class Scheduler:
             ClientConfigError: limits.max_itl_ms is not a positive, finite number.
         """
         self._limits = limits
-        self._moves_blocks = limits.moves_blocks
         self._texts = texts
-        self._blocks = RequestBlocks(limits)
+        self._place = OutsidePlace(limits)
+        self._hashes = BlockHashes(limits)
+        self._pool = BlockPool(
+            limits.num_blocks,
+            len(limits.block_groups),
+            limits.checkpoint_blocks,
+            self._place.on_evict,
+        )
+        self._search = PrefixSearch(limits, self._hashes, self._pool, self._place.blocks)
+        self._prefixes = PrefixCache(limits, self._hashes, self._pool, self._place)
+        self._blocks = RequestBlocks(limits, self._pool, self._prefixes)
         self._weights = SamplingWeights()
         num_stages, num_tokens = limits.pipeline_parallel_size, limits.max_num_batched_tokens
         self._step_budget: StepBudget | None = None
@@ -98,8 +112,8 @@ class Scheduler:
         most = min(limits.max_num_seqs, most)
         self._queues = RequestQueues(self._blocks, self._groups, most, urgency)
         self._steps = OpenSteps(self._step_budget, self._draft_lengths)
-        self._exits = RequestExits(self._queues, self._blocks, self._weights, self._draft_lengths)
-        self._results = StepResults(self._queues, self._blocks, self._exits, self._draft_lengths)
+        self._exits = RequestExits(self._queues, self._prefixes, self._weights, self._draft_lengths)
+        self._results = StepResults(self._queues, self._prefixes, self._exits, self._draft_lengths)
         self._updates = AdapterUpdates(self._weights, self._steps, self._queues, self._exits)
         self._clock = clock
         self._overdue: list[RequestOutput] = []
@@ -146,7 +160,7 @@ class Scheduler:
             for span in request.earlier_versions:
                 entry.stamp(span.version, span.end)
             entry.stamp(request.weights_version)
-            is_whole = entry.num_tokens == len(request.token_ids) and entry.blocks.may_share
+            is_whole = entry.num_tokens == len(request.token_ids) and entry.prefix.may_share
             has_kv = 0 < request.num_computed_tokens <= entry.most_cached and is_whole
             if reason is not None:
                 done.append(self._exits.finish(entry, reason))
@@ -155,7 +169,7 @@ class Scheduler:
                 self._queues.start(entry)
                 entry.needs_admission = True
             else:
-                entry.blocks.is_mixed = False
+                entry.prefix.is_mixed = False
         return done
 
     def abort_request(self, req_id: str) -> None:
@@ -221,7 +235,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """Decide the next step; see SchedulerInterface."""
-        self._blocks.remember_sent()
+        self._prefixes.remember_sent()
         if self._queues.next_deadline != math.inf:
             self._overdue += self._end_overdue(idle=bool(self._steps.numbers))
         if self._updates.aborting and not self._steps.numbers:
@@ -230,6 +244,7 @@ class Scheduler:
             self._limits,
             self._queues,
             self._blocks,
+            self._search,
             self._groups,
             self._step_budget,
             self._draft_lengths,
@@ -239,7 +254,7 @@ class Scheduler:
             # Once all is done, send ended requests and moves to the workers, else with a later
             # step. A result must come for those that their deadlines have ended.
             all_done = not self._queues.unfinished
-            must_tell = self._exits.dropped or self._blocks.has_moves
+            must_tell = self._exits.dropped or self._place.has_moves
             must_send = self._overdue or (all_done and must_tell)
             if self._steps.numbers or not must_send:
                 return None
@@ -263,7 +278,7 @@ class Scheduler:
         for req_id, count in step.prefills.items():
             request = self._queues.unfinished[req_id]
             request.num_computed += count
-            self._blocks.remember_later(request)
+            self._prefixes.remember_later(request)
             if request.num_computed == request.num_tokens:
                 request.num_tokens += not request.pools
                 request.last_step = number
@@ -283,7 +298,7 @@ class Scheduler:
             num_drafts=decoded.num_drafts,
             draft_token_ids=brought,
             skip_drafts=self._draft_lengths is not None and not self._draft_lengths.asks,
-            extensions=self._blocks.take_moves() if self._moves_blocks else (),
+            extensions=self._place.take_moves(self._hashes.tag),
         )
 
     def update_from_output(
@@ -348,13 +363,13 @@ class Scheduler:
         """Cache prefixes of this version alone from now on; see VersionedScheduler."""
         unfinished = self._queues.unfinished.values()
         self._weights.set_version(version.number, unfinished)
-        if self._blocks.use_weights(version.key, unfinished):
+        if self._hashes.use_weights(version.key, unfinished):
             self.forget_prefixes()
-            self._blocks.forget_outside()
+            self._place.forget_all()
 
     def share_recomputed(self) -> None:
         """Share the blocks of running requests, again; see RecomputingScheduler."""
-        self._blocks.share_recomputed(self._queues.running.values())
+        self._prefixes.share_recomputed(self._queues.running.values())
 
     def await_recompute(self, req_ids: Collection[str]) -> None:
         """Leave requests out of steps; see SuspendingScheduler."""
@@ -375,46 +390,47 @@ class Scheduler:
         step_failed gets their ids."""
         for request in [each for each in self._queues.running.values() if each.needs_admission]:
             self._exits.begin_again(request)
-        self._blocks.forget_all()
+        self._prefixes.forget_all()
 
     @property
     def prefix_tag(self) -> bytes:
         """The name of the prefix cache's hashes; see RestoringScheduler."""
-        return self._blocks.tag
+        return self._hashes.tag
 
     def restore_prefixes(self, blocks: CachedBlocks) -> int:
         """Continue with the prefix cache of an earlier driver; see RestoringScheduler."""
-        return self._blocks.restore(blocks)
+        return self._prefixes.restore(blocks)
 
     def take_cached_changes(self) -> CachedChanges:
         """Return what has changed in the prefix cache; see RestoringScheduler."""
-        return self._blocks.take_changes()
+        return self._prefixes.take_changes()
 
     @property
     def exchange(self) -> HostBlockExchange | None:
         """Blocks that other groups get and give; see ExchangingScheduler."""
-        return self._blocks.exchange(self._keys_of)
+        tier = self._place.tier
+        return None if tier is None else HostBlockExchange(tier, self._pool, self._keys_of)
 
     def _keys_of(self, req_id: str) -> list[bytes]:
-        return self._blocks.keys_of(self._queues.unfinished[req_id])
+        return self._search.keys_of(self._queues.unfinished[req_id])
 
     @property
     def has_host_tier(self) -> bool:
         """True if evicted blocks go to host memory; see TieredScheduler."""
-        return self._blocks.has_host_tier
+        return self._place.tier is not None
 
     def restore_host_tier(self, slots: CachedBlocks) -> int:
         """Continue with the host memory of an earlier driver; see TieredScheduler."""
-        return self._blocks.restore_host_tier(slots)
+        return self._place.restore_tier(slots)
 
     def forget_host_tier(self) -> None:
         """Drop what is in host memory; see TieredScheduler."""
-        self._blocks.forget_outside()
+        self._place.forget_all()
 
     @property
     def has_kv_files(self) -> bool:
         """True if blocks are kept in files; see FetchingScheduler."""
-        return self._blocks.has_kv_files
+        return self._place.files is not None
 
     def may_fetch(self, req_id: str) -> bool:
         """Return True if a request could be admitted next; see FetchingScheduler."""
@@ -424,25 +440,25 @@ class Scheduler:
     def lacking_blocks(self, req_id: str, *, windowed: bool) -> Sequence[Sequence[bytes]]:
         """Return what a waiting request could begin with; see FetchingScheduler."""
         request = self._queues.unfinished.get(req_id)
-        return [] if request is None else self._blocks.find_lacking(request, windowed=windowed)
+        return [] if request is None else self._search.find_lacking(request, windowed=windowed)
 
     def note_fetched(self, hashes: Sequence[bytes]) -> None:
         """Note blocks that all ranks have read from files; see FetchingScheduler."""
-        self._blocks.note_fetched(hashes)
+        self._place.note_fetched(hashes)
 
     def forget_fetched(self) -> None:
         """Drop them; see FetchingScheduler."""
-        self._blocks.forget_outside()
+        self._place.forget_all()
 
     def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
         """Roll back failed steps: lost requests wait again, in order of arrival."""
-        self._blocks.fail_moves(outputs)
+        self._place.fail_moves(outputs)
         self._steps.fail(len(outputs))
         running = self._queues.running
         for req_id in lost_req_ids:
             if req_id in running:
                 self._queues.requeue(running[req_id])
-        self._blocks.forget_all(good=running.values())
+        self._prefixes.forget_all(good=running.values())
         for request in self._queues.unfinished.values():
             request.go_on_from_known()
             request.drafts.lose_steps()

@@ -30,8 +30,8 @@ from worker_client.scheduler_output import DraftOutcome, Experts, SampledToken, 
 
 @dataclass(slots=True)
 class HeldBlocks:
-    """A request's blocks. The start of the request sets root and may_share, and num_cached_tokens,
-    num_preemptions and is_mixed if it was adopted. From then on RequestBlocks alone writes here."""
+    """A request's blocks. The start of an adopted one sets num_cached_tokens and num_preemptions.
+    From then on RequestBlocks alone writes here."""
 
     by_group: tuple[list[int], ...] = ()
     """Blocks of each group of layers, by position; 0 replaces a block that a window has passed.
@@ -39,29 +39,42 @@ class HeldBlocks:
     end: int = 0
     """Position after the last one for which it has a block in every group, as far as extend() has
     told: it may have more."""
-    hashes: list[bytes] = field(default_factory=list)
-    """Hashes of its full blocks, in units of the smallest block size of all groups, as far as
-    tokens are known. They depend on tokens alone, and outlive a preemption."""
-    num_remembered: int = 0
-    """Number of leading hashes that the pool has recorded."""
-    num_shared: int = 0
-    """Number of leading hashes whose blocks were in the prefix cache at its latest admission."""
     num_cached_tokens: int = -1
     """Prompt tokens found in the prefix cache at the first admission; -1 before that."""
     num_loaded_tokens: int = 0
-    """Those of them whose KV came from host memory."""
-    may_share: bool = True
-    """True if it may reuse cached blocks of other requests."""
-    num_offered: int = 0
-    """Leading hashes whose blocks were offered to a place outside of the KV cache, or need not
-    be."""
-    root: bytes = b""
-    """First parent of the hash chain."""
+    """Those of them whose KV came from outside of the KV cache."""
     num_preemptions: int = 0
     """Number of times that it was preempted."""
+
+
+@dataclass(slots=True)
+class RequestPrefix:
+    """What a request shares with others: the names of its blocks' contents, and how far they are
+    cached. What decides a request's KV sets root, may_share and is_mixed: its start, and updates of
+    weights, which clear the hashes. PrefixCache alone writes the counts."""
+
+    root: bytes = b""
+    """First parent of the hash chain."""
+    hashes: list[bytes] = field(default_factory=list)
+    """Hashes of its full blocks, in units of the smallest block size of all groups, as far as
+    tokens are known. They depend on tokens alone, and outlive a preemption."""
+    may_share: bool = True
+    """True if it may reuse cached blocks of other requests."""
     is_mixed: bool = False
     """True if weights have computed some of its KV that were replaced since: no other request may
     begin with its blocks."""
+    num_shared: int = 0
+    """Number of leading hashes whose blocks were in the prefix cache at its latest admission."""
+    num_remembered: int = 0
+    """Number of leading hashes that the pool has recorded."""
+    num_offered: int = 0
+    """Leading hashes whose blocks were offered to a place outside of the KV cache, or need not
+    be."""
+
+    def lose_blocks(self) -> None:
+        """Note that it has no blocks any more. What others may begin with stays cached."""
+        self.is_mixed = False
+        self.num_remembered = self.num_offered = 0
 
 
 class SampleIdentity(NamedTuple):
@@ -154,6 +167,7 @@ class Request:
     first of the num_void tokens."""
     drafts: RequestDrafts = field(default_factory=RequestDrafts)
     blocks: HeldBlocks = field(default_factory=HeldBlocks)
+    prefix: RequestPrefix = field(default_factory=RequestPrefix)
     reported: Reported | None = None
     """None if it reports nothing."""
     experts: ExpertsRecord | None = None
@@ -174,12 +188,12 @@ class Request:
     def _note_features(self) -> None:
         self.traits = Traits.of(self.extensions, self.sample)
         self.reported = Reported.of(self.extensions, self.num_prompt_tokens)
-        self.blocks.root = prefix_root(self.extensions)
+        self.prefix.root = prefix_root(self.extensions)
         if extension_of(self.extensions, RoutedExpertsWanted) is not None:
             self.experts = ExpertsRecord()
         self.sees_each = self.reported is not None or not self.traits.may_draft
         # Prompt tokens found in the cache are not computed, so they would have no logprobs.
-        self.blocks.may_share = self.reported is None or self.reported.prompt_logprobs is None
+        self.prefix.may_share = self.reported is None or self.reported.prompt_logprobs is None
 
     @property
     def most_cached(self) -> int:

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from worker_client.requests import FinishReason, RequestOutput
 from worker_client.scheduler.draft_lengths import DraftLengths
+from worker_client.scheduler.prefix_cache import PrefixCache
 from worker_client.scheduler.request import Request
-from worker_client.scheduler.request_blocks import RequestBlocks
 from worker_client.scheduler.request_queues import RequestQueues
 from worker_client.scheduler.sampling_weights import SamplingWeights
 
@@ -20,12 +20,12 @@ class RequestExits:
     def __init__(
         self,
         queues: RequestQueues,
-        blocks: RequestBlocks,
+        prefixes: PrefixCache,
         weights: SamplingWeights,
         draft_lengths: DraftLengths | None = None,
     ) -> None:
         self._queues = queues
-        self._blocks = blocks
+        self._prefixes = prefixes
         self._weights = weights
         self._draft_lengths = draft_lengths
         self.dropped: list[str] = []
@@ -46,7 +46,7 @@ class RequestExits:
         """End a request, and return its output. error: if there is one, nobody shares its blocks.
         pooled: its pooled output, float32 [rows, width] or [width]."""
         if request.is_running and not error:
-            self._blocks.remember(request)
+            self._prefixes.remember(request)
         self.remove(request)
         return request.output(reason, self._weights.version, error, pooled)
 
@@ -74,5 +74,5 @@ class RequestExits:
         when they were loaded, and what steps in flight sample for them."""
         invalid = frozenset(block_ids)
         for request in [*self._queues.running.values()]:
-            if self._blocks.give_up(request, invalid):
+            if self._prefixes.give_up(request, invalid):
                 self.preempt(request)

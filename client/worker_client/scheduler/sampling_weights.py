@@ -60,7 +60,7 @@ class SamplingWeights:
         present = self._present.get(version)
         if present is not None and present.weights_version != request.weights.adapter_version:
             request.weights.adapter_version = None
-            request.blocks.is_mixed = True
+            request.prefix.is_mixed = True
 
     def present_of(self, request: Request) -> int | None:
         """Return the number of the weights with which a request is admitted now."""
@@ -85,10 +85,10 @@ class SamplingWeights:
         self._present[adapter.version] = adapter
         users = [each for each in requests if _version_of(each) == adapter.version]
         for request in users:
-            request.blocks.hashes.clear()
+            request.prefix.hashes.clear()
             self._set_root(request)
             if request.weights.adapter_version != adapter.weights_version:
-                request.blocks.is_mixed |= request.is_running
+                request.prefix.is_mixed |= request.is_running
                 if not first_step:  # it was adopted, and nobody knows when its weights changed
                     request.weights.forget_adapter_versions()
         self.changes.append(_AdapterChange(first_step, adapter.version, adapter.weights_version))
@@ -110,7 +110,7 @@ class SamplingWeights:
         root = prefix_root(request.extensions)
         if present is not None:
             root = blake2b(root + present.weights_key, digest_size=len(root)).digest()
-        request.blocks.root = root
+        request.prefix.root = root
 
 
 def _version_of(request: Request) -> int:

@@ -17,8 +17,8 @@ from worker_client.requests import RequestOutput
 from worker_client.scheduler.draft_lengths import DraftLengths
 from worker_client.scheduler.drafting.expected_drafts import NO_DRAFTS_EXPECTED
 from worker_client.scheduler.drafting.request_drafts import NO_DRAFTS
+from worker_client.scheduler.prefix_cache import PrefixCache
 from worker_client.scheduler.request import Request
-from worker_client.scheduler.request_blocks import RequestBlocks
 from worker_client.scheduler.request_exits import RequestExits
 from worker_client.scheduler.request_queues import RequestQueues
 from worker_client.scheduler_output import (
@@ -46,12 +46,12 @@ class StepResults:
     def __init__(
         self,
         queues: RequestQueues,
-        blocks: RequestBlocks,
+        prefixes: PrefixCache,
         exits: RequestExits,
         draft_lengths: DraftLengths | None = None,
     ) -> None:
         self._queues = queues
-        self._blocks = blocks
+        self._prefixes = prefixes
         self._exits = exits
         self._draft_lengths = draft_lengths
 
@@ -112,7 +112,7 @@ class StepResults:
     def _take_tokens(self, result: StepResult) -> list[RequestOutput]:
         """Process the tokens of a step without drafts."""
         done: list[RequestOutput] = []
-        find, block_size = self._queues.unfinished.get, self._blocks.unit
+        find, block_size = self._queues.unfinished.get, self._prefixes.unit
         for req_id, token in zip(result.req_ids, result.token_ids, strict=True):
             request = find(req_id)
             if request is None:  # stopped meanwhile: sampled past its end
@@ -124,7 +124,7 @@ class StepResults:
             if reason is not None:
                 done.append(self._exits.finish(request, reason))
             elif len(request.tokens) % block_size == 0 and request.is_running:
-                self._blocks.remember_later(request)
+                self._prefixes.remember_later(request)
         return done
 
     def _take_runs(self, result: StepResult) -> list[RequestOutput]:
@@ -133,7 +133,7 @@ class StepResults:
         done: list[RequestOutput] = []
         guesses: list[tuple[Request, DraftOutcome]] = []
         req_ids, token_ids, find = result.req_ids, result.token_ids, self._queues.unfinished.get
-        has_odd, unit, end = NO_TOKEN in token_ids, self._blocks.unit, 0
+        has_odd, unit, end = NO_TOKEN in token_ids, self._prefixes.unit, 0
         while end < len(req_ids):
             begin, req_id = end, req_ids[end]
             outcome = result.drafts.get(req_id, NO_DRAFTS)
@@ -148,7 +148,7 @@ class StepResults:
             else:
                 guessed, num_known = outcome, len(request.tokens)
                 if num_known % unit < end - begin and request.is_running:
-                    self._blocks.remember_later(request)
+                    self._prefixes.remember_later(request)
             if guessed.num_drafted:
                 guesses.append((request, guessed))
         if self._draft_lengths is not None:
@@ -182,8 +182,8 @@ class StepResults:
             reason = request.gain(token, result, one)
             if reason is not None:
                 done.append(self._exits.finish(request, reason))
-            elif len(request.tokens) % self._blocks.unit == 0 and request.is_running:
-                self._blocks.remember_later(request)
+            elif len(request.tokens) % self._prefixes.unit == 0 and request.is_running:
+                self._prefixes.remember_later(request)
         return done
 
     def _take_odd(self, request: Request, token: int) -> list[RequestOutput]:
@@ -207,7 +207,7 @@ class StepResults:
         may share the blocks that it wrote. If it began with blocks of another request, the fault
         may be in those: then it is computed again, from its known tokens and by itself. num_left:
         tokens of it that still arrive."""
-        if not self._blocks.distrust(request):
+        if not self._prefixes.distrust(request):
             adapter = extension_of(request.extensions, LoraRequest)
             reason = LOGITS_NOT_FINITE.format(place=place + 1)
             del request.tokens[place:]
@@ -232,7 +232,7 @@ class StepResults:
         if request is None:  # it has been aborted, or its output was there before
             return []
         if not np.isfinite(values).all():
-            if self._blocks.distrust(request):
+            if self._prefixes.distrust(request):
                 self._exits.begin_again(request)
                 return []
             return [self._exits.finish(request, "error", POOLED_NOT_FINITE)]

@@ -1,0 +1,204 @@
+"""The prefix cache: full blocks that other requests may begin with. What a request has filled is
+recorded once its step was sent, and dropped when its contents turn out to be wrong."""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rpc_schema.kv_cache import NULL_BLOCK
+from worker_client.scheduler.block_hashes import HASH_BYTES, BlockHashes
+from worker_client.scheduler.block_pool import BlockPool
+from worker_client.scheduler.filed_blocks import FetchedBlocks
+from worker_client.scheduler.interface import SchedulerLimits
+from worker_client.scheduler.outside_blocks import OutsideBlocks, OutsidePlace, key_of, keys_of
+from worker_client.scheduler.prefix_search import OUTSIDE, Prefix
+from worker_client.scheduler.request import Request
+from worker_client.steps.cached_blocks import CachedBlocks
+
+
+class CachedChanges(NamedTuple):
+    """Changes of the prefix cache, for the group's notes."""
+
+    cached: CachedBlocks
+    """Blocks that requests have filled. A hash is that of the prefix, and a byte for the group."""
+    distrusted: list[int]
+    """Blocks whose contents no other request may share."""
+
+
+class PrefixCache:
+    """Records in the pool which blocks have which contents, and in each request how far that has
+    come (Request.prefix). Owned by a scheduler. References to blocks are RequestBlocks' affair."""
+
+    def __init__(
+        self, limits: SchedulerLimits, hashes: BlockHashes, pool: BlockPool, place: OutsidePlace
+    ) -> None:
+        self.unit = hashes.unit
+        """Tokens per hash: a request that gains as many has more to remember."""
+        self._hashes = hashes
+        self._pool = pool
+        self._outside: OutsideBlocks | None = place.blocks
+        self._files: FetchedBlocks | None = place.files
+        self._num_groups = len(limits.block_groups)
+        self._every = limits.checkpoint_blocks
+        self._is_enabled = limits.shares_prefixes
+        self._to_remember: list[Request] = []
+
+    def begin(self, request: Request, prefix: Prefix) -> Sequence[Sequence[int]]:
+        """Let a request begin with a prefix, and the next step load what lies outside. Return the
+        blocks of each group, for the caller to hold before it allocates others."""
+        known = prefix.num_tokens // self.unit
+        own = request.prefix
+        own.num_remembered = own.num_shared = own.num_offered = known
+        if self._outside is None or not known:
+            return prefix.by_group
+        return self._load(self._outside, own.hashes, prefix.by_group)
+
+    def adopt(self, request: Request) -> None:
+        """Let others begin with the full blocks of a request that another driver has left."""
+        if self._outside is not None:
+            # Blocks that it had loaded may not have matched, which its former driver alone was
+            # told: then it is computed again.
+            request.prefix.num_shared = request.num_computed // self.unit
+        self.remember(request)
+
+    def remember(self, request: Request) -> None:
+        """Let other requests begin with the full blocks of a request whose steps were sent."""
+        own = request.prefix
+        if not self._is_enabled or own.is_mixed:
+            return
+        hashes = self._hashes.of(request)
+        num_full = min(len(request.tokens), request.num_computed) // self.unit
+        for group, block_ids in enumerate(request.blocks.by_group):
+            stride = self._hashes.strides[group]
+            for index in range(own.num_remembered // stride, num_full // stride):
+                if block_ids[index] == NULL_BLOCK:
+                    continue
+                block_hash = self._hashes.at(hashes, group, index)
+                if self._every and not group and (index + 1) % self._every == 0:
+                    self._pool.remember_border(block_ids[index], block_hash)
+                else:
+                    self._pool.remember(group, block_ids[index], block_hash)
+        own.num_remembered = max(num_full, own.num_remembered)
+        if self._files is not None:
+            self._offer(request, self._files)
+
+    def remember_later(self, request: Request) -> None:
+        """Remember a request from the next step on: blocks may be shared from the step after the
+        one that fills them."""
+        self._to_remember.append(request)
+
+    def remember_sent(self) -> None:
+        """Remember the blocks that the last step fills: it was sent."""
+        pending, self._to_remember = self._to_remember, []
+        for request in pending:
+            if request.is_running:
+                self.remember(request)
+
+    def share_recomputed(self, running: Iterable[Request]) -> None:
+        """Let others begin with the full blocks of these requests, whose KV is of the weights that
+        were named last."""
+        for request in running:
+            request.prefix.is_mixed = False
+            request.prefix.num_remembered = 0
+            self.remember(request)
+
+    def give_up(self, request: Request, block_ids: Collection[int]) -> bool:
+        """Return True if a request has one of these blocks, whose contents were not those that it
+        was to begin with. Neither they, nor what it has computed from them, are shared any more."""
+        hashes = request.prefix.hashes
+        first = len(hashes)
+        for stride, own in zip(self._hashes.strides, request.blocks.by_group, strict=False):
+            places = (i * stride for i, block_id in enumerate(own) if block_id in block_ids)
+            first = min(first, next(places, first))
+        lost = hashes[first:]
+        self._forget(lost)
+        return bool(lost)
+
+    def distrust(self, request: Request) -> bool:
+        """Stop other requests from beginning with the blocks of a request whose logits are not
+        finite. Return True if it had begun with blocks of others; it will not do so again."""
+        own = request.prefix
+        self._forget(own.hashes)
+        num_shared, own.num_shared = own.num_shared, 0
+        own.may_share = False
+        return num_shared > 0
+
+    def forget_all(self, good: Iterable[Request] = ()) -> None:
+        """Drop the prefix cache. The blocks of `good` requests stay valid: the next remember() of a
+        request caches them again."""
+        self._to_remember.clear()
+        self._pool.forget_all()
+        if self._outside is not None:
+            self._outside.blocks_lost()
+        for request in good:
+            request.prefix.num_remembered = 0
+
+    def take_changes(self) -> CachedChanges:
+        """Return what has changed in the prefix cache since the last call."""
+        changes = self._pool.take_changes()
+        contents = map(self._pool.contents_of, changes.cached)
+        hashes = [key_of(group, block_hash) for block_hash, group in contents]
+        return CachedChanges(CachedBlocks.of(changes.cached, hashes), changes.distrusted)
+
+    def restore(self, blocks: CachedBlocks) -> int:
+        """Put blocks that an earlier driver has filled into the prefix cache, as far as no request
+        holds them; return their number. They have hashes of this tag."""
+        if not self._is_enabled or not blocks.block_ids.size:
+            return 0
+        # A fresh pool allocates ascending ids, so low ids hold the beginnings of prefixes. They are
+        # restored last, which makes them the last to be reused.
+        order = np.argsort(-blocks.block_ids)
+        raw, width, num_restored = blocks.hashes[order].tobytes(), HASH_BYTES + 1, 0
+        for index, block_id in enumerate(blocks.block_ids[order].tolist()):
+            entry = raw[index * width : (index + 1) * width]
+            num_restored += self._pool.restore(entry[-1], block_id, entry[:-1])
+        return num_restored
+
+    def _load(
+        self,
+        outside: OutsideBlocks,
+        hashes: Sequence[bytes],
+        by_group: Sequence[Sequence[int]],
+    ) -> list[list[int]]:
+        """Let the next step load what a request begins with and no block has, into blocks that
+        others may share at once; return the blocks with these. They have no reference yet."""
+        found = [list(own) for own in by_group]
+        lacking = [
+            (group, index, self._hashes.at(hashes, group, index))
+            for group, own in enumerate(by_group)
+            for index, block_id in enumerate(own)
+            if block_id == OUTSIDE
+        ]
+        # Allocations evict blocks: neither what is there nor what is outside may go.
+        for own in by_group:
+            self._pool.hold([i for i in own if i != OUTSIDE])
+        outside.keep(key_of(group, block_hash) for group, _, block_hash in lacking)
+        for group, index, block_hash in lacking:
+            (block_id,) = self._pool.allocate(1)
+            outside.load(key_of(group, block_hash), block_id)
+            self._pool.remember(group, block_id, block_hash)
+            found[group][index] = block_id
+        for block_ids in found:
+            self._pool.release(block_ids)
+        return found
+
+    def _offer(self, request: Request, files: FetchedBlocks) -> None:
+        """Offer the blocks that a request has filled, and from which it has sampled a token: had
+        one NaN, so would the token."""
+        own, num_tokens = request.prefix, len(request.tokens)
+        if num_tokens == request.num_prompt_tokens:
+            return
+        num_good = min(own.num_remembered, (num_tokens - 1) // self.unit)
+        for group, block_ids in enumerate(request.blocks.by_group):
+            stride = self._hashes.strides[group]
+            for index in range(own.num_offered // stride, num_good // stride):
+                block_hash = self._hashes.at(own.hashes, group, index)
+                if self._pool.find(group, block_hash) == block_ids[index]:
+                    files.offer(key_of(group, block_hash), block_ids[index])
+        own.num_offered = max(num_good, own.num_offered)
+
+    def _forget(self, hashes: Sequence[bytes]) -> None:
+        self._pool.forget(hashes)
+        if self._outside is not None:
+            self._outside.forget(keys_of(hashes, self._num_groups))
