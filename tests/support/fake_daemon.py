@@ -129,6 +129,8 @@ class FakeDaemon:
         """The counts in steps of replicas in lockstep."""
         self.mute = False
         self.shuts_down = False
+        self.tells_drain = True
+        """False: its heartbeats are like those from before a drain."""
         self.load = "CREATED"
         self.rank = 0
         self.link_state = "none"
@@ -339,7 +341,7 @@ class FakeDaemon:
 
     @property
     def serving(self):
-        return "DRAINING" if self.shuts_down else "SERVING"
+        return "DRAINING" if self.shuts_down or self.gate.draining else "SERVING"
 
     def status(self) -> lc.Status:
         return lc.Status(
@@ -379,7 +381,7 @@ class FakeDaemon:
             last_seq=self.last_seq,
             phase="IDLE",
             phase_ms=0,
-            drains=self.gate.draining,
+            drains=self.gate.draining and self.tells_drain,
         )
 
     # ------------------------------------------------------------------ steps

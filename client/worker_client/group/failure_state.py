@@ -420,6 +420,8 @@ class FailureState:
         self.last_given_up = 0
         """Last step that has failed: neither it nor earlier ones may be sent again."""
         self._draining: frozenset[int] = frozenset()
+        self._refused: frozenset[int] = frozenset()
+        """Those of them that have refused a step before a heartbeat of theirs told of the drain."""
         self._latest = 0
         """Number of the latest failure."""
         self._tries = LinkTries()
@@ -534,13 +536,20 @@ class FailureState:
         return error
 
     def _note_drain(self, error: WorkerDaemonError) -> None:
-        """Send no step until a heartbeat of the rank that refuses them says that its drain is
-        over."""
-        if isinstance(error, DrainingError) and error.rank is not None:
-            self.report_drain(error.rank, drains=True)
+        """Send no step until the rank that refuses them reports that its drain is over."""
+        rank = error.rank if isinstance(error, DrainingError) else None
+        if rank is not None and rank not in self._draining:
+            self.report_drain(rank, drains=True)
+            self._refused |= {rank}
+
+    def is_doubtful(self, rank: int, *, drains: bool) -> bool:
+        """Return True if the drain flag of a rank's heartbeat may be from before a refusal, which
+        has overtaken it."""
+        return not drains and rank in self._refused
 
     def report_drain(self, rank: int, *, drains: bool) -> None:
-        """Apply the drain flag of a rank's heartbeat."""
+        """Apply the drain flag of a rank's heartbeat, once it is not doubtful."""
+        self._refused -= {rank}
         if drains != (rank in self._draining):
             ranks = self._draining ^ {rank}
             self.apply(DrainReported(ranks) if ranks else Change.DRAIN_OVER)
@@ -583,7 +592,7 @@ class FailureState:
             case DrainReported():
                 self._draining = event.ranks
             case Change.DRAIN_OVER:
-                self._draining = frozenset()
+                self._draining = self._refused = frozenset()
             case _:
                 pass
 

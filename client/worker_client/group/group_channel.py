@@ -80,6 +80,9 @@ LEASE_POLL_S = 0.005
 OBSERVER_TIMEOUT_S = 0.5
 """Limit on requests on behalf of an observer."""
 
+DRAIN_TIMEOUT_S = 0.5
+"""Limit on asking a rank whether its drain is over."""
+
 OPERATION_TIMEOUT_S = 60.0
 LINK_SLACK_S = 30.0
 LONG_TIMEOUT_S = 3600.0
@@ -653,7 +656,7 @@ class GroupChannel:
             case lc.Heartbeat():
                 rank = self.daemons.watch.rank_of(event.worker_uid)
                 if event.epoch == self.epoch and rank is not None:
-                    self._state.report_drain(rank, drains=event.drains)
+                    self._take_drain(rank, drains=event.drains)
                     self._resending.heard(event, self._outstanding or self._seq + 1)
                 if self._gather is not None and self.on_progress is not None and rank is not None:
                     self.on_progress(
@@ -663,6 +666,18 @@ class GroupChannel:
                 self._answer_observer(event)
             case _:
                 pass
+
+    def _take_drain(self, rank: int, *, drains: bool) -> None:
+        """Apply the drain flag of a rank's heartbeat. Events and replies have sockets of their own:
+        if a refusal may have overtaken it, the rank is asked."""
+        if self._state.is_doubtful(rank, drains=drains):
+            try:
+                status = self.daemons.client(rank).get_status(DRAIN_TIMEOUT_S)
+            except WorkerDaemonError:
+                return  # the next heartbeat asks again
+            if status.serving != "SERVING":
+                return
+        self._state.report_drain(rank, drains=drains)
 
     def _answer_observer(self, event: DriverStepsWanted) -> None:
         """Send this driver's steps to an observer that asks through a daemon. If that fails, the
