@@ -29,7 +29,7 @@ from worker_client.group.drafts import GroupDrafts
 from worker_client.group.experts import GroupExperts
 from worker_client.group.failure_state import Answer, Change, FailureState, GroupRequest
 from worker_client.group.group_channel import SOLE_REPLICA, GroupChannel, ReplicaPlace
-from worker_client.group.group_channel import RankProgress as RankProgress
+from worker_client.group.group_events import RankProgress as RankProgress
 from worker_client.group.kv_files import GroupKVFiles
 from worker_client.group.kv_transfers import GroupTransfers
 from worker_client.group.load_chain import LoadChain
@@ -318,7 +318,7 @@ class WorkerGroup:
                 value=config.parallel,
                 fix=f"use the group's own: {self.parallel}",
             )
-        self._channel.on_progress = on_progress
+        self._channel.events.on_progress = on_progress
         deadline_s = config.scheduler.step_deadline_ms / 1000
         self._channel.links.allow(deadline_s)
         self._waiter.wait_for_all()

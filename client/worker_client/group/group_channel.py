@@ -1,11 +1,11 @@
 """Sends requests to a group's daemons and receives their replies: assigns epoch, link and seqs,
-sends operations to all ranks, dispatches replies, and resends lost messages."""
+sends operations to all ranks, dispatches replies, and resends lost messages. Its parts read the
+daemons' events (group_events.py) and fence results by the lease (lease_fence.py)."""
 
 import contextlib
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple, TypeVar, cast
@@ -15,7 +15,6 @@ import msgspec
 from rpc_schema import lifecycle as lc
 from rpc_schema.base import StepRequest
 from rpc_schema.codec import (
-    EventMessage,
     Frame,
     StepReplyMessage,
     decode_step_reply,
@@ -27,13 +26,11 @@ from rpc_schema.error_replies import ErrorReply
 from rpc_schema.errors import (
     BadFrameError,
     ErrorCode,
-    NotAttachedError,
     WireError,
     WorkerDaemonError,
     WorkerError,
 )
 from rpc_schema.operations import STEP_OPERATIONS, StepMessage, operation_name
-from rpc_schema.trace import DriverStepsWanted, PutDriverSteps
 from worker_client.errors import DeadlineExceeded, LeaseNotRenewed, WorkerDied, remote_error
 from worker_client.group.failure_state import (
     Answer,
@@ -44,9 +41,10 @@ from worker_client.group.failure_state import (
 )
 from worker_client.group.gathering import Gathering
 from worker_client.group.group_daemons import GroupDaemons
+from worker_client.group.group_events import EVENTS_INTERVAL_S, GroupEvents, Sending
+from worker_client.group.lease_fence import LeaseFence
 from worker_client.group.outcomes import DEFAULT_STEP_DEADLINE_S, ROOT_CAUSE_WAIT_S, StepsInFlight
 from worker_client.group.resending import Resending
-from worker_client.tracing.clocks import measure
 from worker_client.wire.endpoint import Endpoint
 from worker_client.wire.lease import LeaseKeeper, LeaseTerms
 from worker_client.wire.worker_client import StepIds, WorkerClient
@@ -57,9 +55,6 @@ DEATH_NEWS_S = 0.1
 ANNOUNCED_END_WAIT_S = 5.0
 """Limit on the wait for an announced exit. A daemon whose device is lost exits within 1.5 s, on a
 host that has time for it."""
-
-EVENTS_INTERVAL_S = 0.25
-"""Interval at which heartbeats and other events are read; daemons send at the same rate."""
 
 ABORT_SEND_S = 0.05
 """Limit on sending AbortLink to one rank: a second lost rank must not delay it for the others."""
@@ -72,23 +67,10 @@ RANKS_POLL_S = 0.002
 GREETINGS_S = 1.0
 """Time in which the greetings come once all ranks have attached, unless they were lost."""
 
-LEASE_CHECK_S = 0.05
-"""Interval at which the group checks that the lease is its own before it takes a result: less than
-daemons wait for a driver whose connection has ended."""
-LEASE_POLL_S = 0.005
-
-OBSERVER_TIMEOUT_S = 0.5
-"""Limit on requests on behalf of an observer."""
-
-DRAIN_TIMEOUT_S = 0.5
-"""Limit on asking a rank whether its drain is over."""
-
 OPERATION_TIMEOUT_S = 60.0
 LINK_SLACK_S = 30.0
 LONG_TIMEOUT_S = 3600.0
 """Timeout of operations whose row in the table of operations has a deadline."""
-
-MAX_EVENTS_KEPT = 1024
 
 _LOSSES = (WorkerDied, WorkerError, LeaseNotRenewed)
 """Errors of look() that end a group until it attaches again, or replaces a rank."""
@@ -97,15 +79,6 @@ _LOG = logging.getLogger(__name__)
 
 ReplyT = TypeVar("ReplyT", bound=StepReplyMessage)
 CommittedT = TypeVar("CommittedT")
-
-
-class RankProgress(NamedTuple):
-    """Phase of a rank while an operation runs."""
-
-    operation: str
-    rank: int
-    phase: str
-    phase_ms: int
 
 
 class ReplicaPlace(NamedTuple):
@@ -175,10 +148,13 @@ class GroupChannel:
             endpoints, driver_id, self.look, self._listen, self._sent, first_rank
         )
         self.lease = LeaseKeeper(self.daemons.context, driver_id, terms, self)
+        self._lease_fence = LeaseFence(self.daemons, self.lease, self._listen)
         self._resending = Resending(self.daemons.clients, steps.output_ranks, first_rank)
+        self.events = GroupEvents(
+            self.daemons, state, self._resending, steps.times, self._now_sending
+        )
         self.epoch = 0
         """0 before the first attach."""
-        self.on_progress: Callable[[RankProgress], None] | None = None
         self._steps = steps
         self._state = state
         self._seq = 0
@@ -186,10 +162,6 @@ class GroupChannel:
         self._first_rank = first_rank
         self._dp_size = place.dp_size
         self._gather: Gathering | None = None
-        self._next_events = 0.0
-        self._lease_checked = 0.0
-        self._heard: deque[EventMessage] = deque(maxlen=MAX_EVENTS_KEPT)
-        """Events still to be handled; the watch has them already."""
 
     def close(self) -> None:
         """Close all sockets. The daemons keep their loaded model, and the lease until it
@@ -214,13 +186,13 @@ class GroupChannel:
     def takes_steps_at_once(self) -> bool:
         """True if check_usable() and check_serving() would find nothing, and nothing precedes the
         next step; False also if it is time to read events."""
-        is_quiet = not self._heard and time.monotonic() < self._next_events
-        return is_quiet and self._state.takes_steps_at_once and self.lease.lost is None
+        takes_steps = self._state.takes_steps_at_once and self.lease.lost is None
+        return takes_steps and self.events.is_quiet
 
     def check_serving(self) -> None:
         """Raise DrainingError if an operator drains this group, and WeightsNotWhole if its weights
         are incomplete; WorkerDied if a drained daemon has ended."""
-        self._read_events_now_and_then()
+        self.events.read()
         if self._state.answer(GroupRequest.STEP) is Answer.DRAINING:
             self.check_deaths(0.0)
         endpoints = {client.rank: client.endpoint.control for client in self.daemons.clients}
@@ -267,9 +239,9 @@ class GroupChannel:
             AuthenticationError: a daemon refused us.
         """
         self.daemons.results.read_connection_events()
-        self._read_events_now_and_then()
+        self.events.read()
         self.daemons.check_lives()
-        self._check_lease()
+        self._lease_fence.check()
         while self.daemons.watch.returned:
             self._send_lost(self.daemons.watch.returned.pop())
 
@@ -418,7 +390,7 @@ class GroupChannel:
         """Like ask, for a request that differs by rank: build_for(rank) returns `build`. Ranks may
         even do different operations; errors name that of the first rank."""
         self.check_usable()
-        self._read_events_now_and_then()
+        self.events.read()
         seq = self._seq + 1
         requests = {
             client: build_for(client.rank)(
@@ -471,7 +443,7 @@ class GroupChannel:
         """Process one reply; return False if none came by the deadline."""
         resend_at = self._resending.due if self._outstanding else math.inf
         try:
-            self._read_events_now_and_then()
+            self.events.read()
             frames = self.daemons.results.receive(
                 min(deadline, self._state.root_cause_deadline, resend_at)
             )
@@ -500,8 +472,7 @@ class GroupChannel:
         lost."""
         if time.monotonic() < self._resending.due or not self._outstanding:
             return
-        self._next_events = 0.0
-        self._read_events_now_and_then()
+        self.events.read_now()
         is_step = self._gather is None
         self._resending.send_overdue(self._outstanding, self._answered, is_step=is_step)
 
@@ -545,44 +516,8 @@ class GroupChannel:
         elif isinstance(reply, ErrorReply):
             self._steps.take_error(reply, self._to_error(reply))
         else:
-            if time.monotonic() >= self._lease_checked + LEASE_CHECK_S:
-                self._await_lease()
+            self._lease_fence.wait()
             self._steps.take_outcome(reply, frames[1:], replayed=replayed)
-
-    def _check_lease(self) -> None:
-        """Raise the error that ended the lease, or WorkerDied if the daemon that refuses it is the
-        successor of one that had granted it."""
-        if isinstance(self.lease.lost, NotAttachedError):
-            self.daemons.find_successors()
-            self.daemons.check_lives()
-        self.lease.check()
-
-    def _await_lease(self) -> None:
-        """Wait until no other driver can have the daemons: it would deliver this result too.
-        Epochs fence steps, this fences their results. A dead rank is nobody's.
-
-        Raises:
-            WorkerError, LeaseNotRenewed: the lease is lost.
-            AuthenticationError: a daemon refused us.
-        """
-        watch = self.daemons.watch
-        while True:
-            self.daemons.results.read_connection_events()
-            with contextlib.suppress(WorkerDied):
-                watch.look()
-            unsure = [
-                client.rank
-                for client in self.daemons.present
-                if not watch.is_dead(client.rank)
-                and not self.lease.is_sure(client.rank, watch.cut_at(client.rank))
-            ]
-            if not unsure:
-                self._lease_checked = time.monotonic()
-                return
-            self._listen()
-            self._check_lease()
-            self.lease.renew_now()
-            time.sleep(LEASE_POLL_S)
 
     def _mends_gap(self, reply: ErrorReply) -> bool:
         """Send a rank the requests that it misses, if it refused one for a gap. Others may have
@@ -629,64 +564,9 @@ class GroupChannel:
         ranks = self.daemons.ranks
         return reply.rank if reply.rank in ranks else ranks[-1]
 
-    def _read_events_now_and_then(self) -> None:
-        """Process the daemons' events at the rate at which they come: their queue must not fill
-        up."""
-        self._listen()
-        while self._heard:
-            self._take_event(self._heard.popleft())
-
     def _listen(self) -> None:
-        """Pass events to the watch at the rate at which they come. Does nothing else, so that it
-        may be called while a reply is waited for."""
-        if time.monotonic() < self._next_events:
-            return
-        self._next_events = time.monotonic() + EVENTS_INTERVAL_S
-        watch = self.daemons.watch
-        for event in self.daemons.events.receive_all():
-            if isinstance(event, lc.Heartbeat):
-                watch.heard(event, operating=self._gather is not None)
-            elif isinstance(event, lc.Hung | lc.Slow):
-                watch.report(event)
-            self._heard.append(event)
-        watch.listened()
+        self.events.listen()
 
-    def _take_event(self, event: EventMessage) -> None:
-        match event:
-            case lc.Heartbeat():
-                rank = self.daemons.watch.rank_of(event.worker_uid)
-                if event.epoch == self.epoch and rank is not None:
-                    self._take_drain(rank, drains=event.drains)
-                    self._resending.heard(event, self._outstanding or self._seq + 1)
-                if self._gather is not None and self.on_progress is not None and rank is not None:
-                    self.on_progress(
-                        RankProgress(self._gather.operation, rank, event.phase, event.phase_ms)
-                    )
-            case DriverStepsWanted():
-                self._answer_observer(event)
-            case _:
-                pass
-
-    def _take_drain(self, rank: int, *, drains: bool) -> None:
-        """Apply the drain flag of a rank's heartbeat. Events and replies have sockets of their own:
-        if a refusal may have overtaken it, the rank is asked."""
-        if self._state.is_doubtful(rank, drains=drains):
-            try:
-                status = self.daemons.client(rank).get_status(DRAIN_TIMEOUT_S)
-            except WorkerDaemonError:
-                return  # the next heartbeat asks again
-            if status.serving != "SERVING":
-                return
-        self._state.report_drain(rank, drains=drains)
-
-    def _answer_observer(self, event: DriverStepsWanted) -> None:
-        """Send this driver's steps to an observer that asks through a daemon. If that fails, the
-        trace lacks them."""
-        if event.rank not in self.daemons.ranks:
-            return
-        client = self.daemons.client(event.rank)
-        with contextlib.suppress(WorkerDaemonError):
-            clock = measure(lambda: client.read_clock(OBSERVER_TIMEOUT_S))
-            steps = self._steps.times.between(event.begin_ns, event.end_ns, clock)
-            answer = partial(PutDriverSteps, epoch=self.epoch, trace=event.trace, steps=steps)
-            client.ask(answer, OBSERVER_TIMEOUT_S)
+    def _now_sending(self) -> Sending:
+        operation = None if self._gather is None else self._gather.operation
+        return Sending(self.epoch, self._outstanding or self._seq + 1, operation)

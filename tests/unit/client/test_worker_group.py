@@ -842,8 +842,8 @@ def test_requests_may_finish_before_their_deferred_sampling(fakes, connect):
 
 def test_events_are_cleared_away_while_steps_run(fakes, connect, monkeypatch):
     _, group, model = ready(fakes, connect)
-    monkeypatch.setattr("worker_client.group.group_channel.EVENTS_INTERVAL_S", 0.0)
-    monkeypatch.setattr(group._channel, "_next_events", 0.0)
+    monkeypatch.setattr("worker_client.group.group_events.EVENTS_INTERVAL_S", 0.0)
+    monkeypatch.setattr(group._channel.events, "_due", 0.0)
     discarded = []
     receive_all = group._channel.daemons.events.receive_all
     monkeypatch.setattr(
