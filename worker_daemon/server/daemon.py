@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -22,41 +21,26 @@ from worker_daemon.device.gpu_faults import Fault
 from worker_daemon.errors import config_error
 from worker_daemon.interfaces import interface_address
 from worker_daemon.server.auth.security import open_security
-from worker_daemon.server.completion import Completion
-from worker_daemon.server.control import Control
 from worker_daemon.server.dispatch import MakeWorker, OpenRendezvousServer, WorkerLike
-from worker_daemon.server.events import Events
-from worker_daemon.server.health.device_watch import DeviceWatch, OpenFaultWatch, OpenGauges
-from worker_daemon.server.health.guard import Guard
+from worker_daemon.server.driver_side import DriverSide
+from worker_daemon.server.health.device_watch import OpenFaultWatch, OpenGauges
 from worker_daemon.server.health.systemd import ServiceManager
-from worker_daemon.server.health.tracing import Tracing
 from worker_daemon.server.metrics.counted_times import CountedTimes
 from worker_daemon.server.metrics.http_server import MetricsServer, MetricsText
 from worker_daemon.server.metrics.startup import StartPhase, StartupTimes
 from worker_daemon.server.process_exit import DEVICE_CODES, ProcessExit
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.runtime_files import FindGpu, RuntimeFiles, raise_file_limit
-from worker_daemon.server.session.attach import AttachHandler
-from worker_daemon.server.session.cached_blocks_handler import CachedBlocksHandler
-from worker_daemon.server.session.contact import HolderContact
-from worker_daemon.server.session.draining import Draining
-from worker_daemon.server.session.expert_loads import ExpertLoadReader
-from worker_daemon.server.session.kv_transfer_handler import KVTransferHandler
-from worker_daemon.server.session.lease import Lease, suspended_s
-from worker_daemon.server.session.rendezvous import LinkRendezvous
 from worker_daemon.server.session.status import StatusReport
-from worker_daemon.server.session.upload_handler import UploadHandler
 from worker_daemon.server.step_thread import (
-    Command,
     DeviceLost,
     LinkLost,
-    StepThread,
-    Stop,
     StopSteps,
     fatal_exit_code,
     link_failure,
 )
 from worker_daemon.server.stop_signals import OneShotHandler, StopSignals
+from worker_daemon.server.threads import DaemonThreads, time_left
 from worker_daemon.server.wire.sockets import bind_sockets, events_socket
 from worker_daemon.settings import ONE_HOST, ProcessSettings
 from worker_daemon.worker.uploads import Uploads
@@ -113,49 +97,6 @@ def _check_parent_fd(fd: int | None) -> None:
         raise config_error("exit-with-parent-fd", fd, problem, fix) from None
 
 
-@dataclass(frozen=True, slots=True)
-class _Threads:
-    """The daemon's threads, started and stopped in the order in which they feed each other, and the
-    doorbell of the step thread. Main thread only."""
-
-    step: StepThread
-    completion: Completion
-    guard: Guard
-    watch: DeviceWatch
-    doorbell: "zmq.Socket[bytes]"
-
-    def start(self) -> None:
-        """Start them all."""
-        for part in (self.guard, self.watch, self.completion, self.step):
-            part.thread.start()
-
-    def post(self, command: Command) -> None:
-        """Pass a command to the step thread; it comes before queued steps."""
-        self.step.commands.put(command)
-        with contextlib.suppress(zmq.Again):  # the doorbell is full: the thread is awake
-            self.doorbell.send(b"", zmq.NOBLOCK)
-
-    def stop(self, deadline: float) -> bool:
-        """Stop them all; return True if they ended by the deadline, of time.monotonic. Process exit
-        ends a stuck thread."""
-        self.watch.stop()
-        self.post(Stop())
-        joined = self.step.thread.join_within(deadline - time.monotonic())
-        self.completion.stop()
-        joined &= self.completion.thread.join_within(_left(deadline))
-        self.guard.stop()
-        joined &= self.guard.thread.join_within(_left(deadline))
-        return joined & self.watch.thread.join_within(_left(deadline, 0.3))
-
-    def close(self) -> None:
-        """Close the doorbell, after stop()."""
-        self.doorbell.close(linger=0)
-
-
-def _left(deadline: float, least_s: float = 0.1) -> float:
-    return max(least_s, deadline - time.monotonic())
-
-
 class Daemon:
     """One process's threads and sockets. `run` is start, loop and shutdown, in this order."""
 
@@ -178,77 +119,43 @@ class Daemon:
         files.sockets.are_bound()
         counted = CountedTimes() if files.metrics is not None else None
         self._progress = Progress(settings.device, None if counted is None else counted.steps)
-        self._service_manager = ServiceManager(settings.notify_socket)
-        guard = Guard(self._progress, self._link_aborted, files.hang_reports, self)
         uploads = Uploads(settings.upload_memory_bytes)
-        delays = None if counted is None else counted.delays
-        completion = Completion(sockets.results, self._progress, self._result_failed, delays)
-        step = StepThread(
-            step=sockets.step,
-            completion=completion,
-            progress=self._progress,
-            events=self,
+        self._threads = DaemonThreads(
+            sockets,
+            self._progress,
+            self,
             make_worker=make_worker,
             security=self._security,
             uploads=uploads,
+            hang_reports=files.hang_reports,
+            open_watch=open_watch,
+            open_gauges=open_gauges,
+            delays=None if counted is None else counted.delays,
         )
-        watch = DeviceWatch(open_watch, self._gpu_fault, open_gauges)
-        self._threads = _Threads(step, completion, guard, watch, sockets.doorbell)
-        self._tasks: set[asyncio.Future[None]] = set()
-        self._stop_signals = StopSignals(
-            self.begin_shutdown, lambda number: self._exit.now(128 + number)
+        self._drivers = DriverSide(
+            files,
+            sockets,
+            self._threads,
+            self._progress,
+            self._security,
+            uploads,
+            open_rendezvous=open_rendezvous,
+            data_host=data_host,
+            begin_shutdown=self.begin_shutdown,
         )
-        progress, post = self._progress, self._threads.post
-        lease = Lease(time.monotonic, suspended_s)
-        self._draining = Draining(post, lambda: self._events.publish_heartbeat(), lease, progress)
-        report = StatusReport(
-            endpoint=self._files.endpoint,
-            progress=progress,
-            guard=guard,
-            lease=lease,
-            draining=self._draining,
-            security=self._security,
-            completion=completion,
-            device_watch=watch,
-            uploads=uploads,
-            expert_loads=ExpertLoadReader(post, progress),
-        )
-        self._events = Events(sockets.events, report)
         self._startup = StartupTimes()
         self._metrics: MetricsServer | None = None
         if files.metrics is not None and counted is not None:
+            report = self._drivers.report
             metrics = _metrics_text(report, counted, self._startup)
             self._metrics = MetricsServer(
                 files.metrics, report, metrics, lambda: self._ready.done()
             )
-        self._contact = HolderContact(lease, completion.channel.reaches, self._holder_left)
-        self._attaching = AttachHandler(
-            self._files.epochs,
-            lease,
-            self._contact,
-            self._draining,
-            progress,
-            guard,
-            report,
-            uploads,
-            post,
+        self._service_manager = ServiceManager(settings.notify_socket)
+        self._stop_signals = StopSignals(
+            self.begin_shutdown, lambda number: self._exit.now(128 + number)
         )
-        need_attached = self._attaching.need_attached
-        self._control = Control(
-            socket=sockets.control,
-            security=self._security,
-            attaching=self._attaching,
-            rendezvous=LinkRendezvous(
-                open_rendezvous, data_host, need_attached, progress, guard, post
-            ),
-            report=report,
-            draining=self._draining,
-            tracing=Tracing(post, need_attached, self._events.ask_driver),
-            uploading=UploadHandler(uploads, need_attached, self._draining, progress),
-            caching=CachedBlocksHandler(need_attached, progress),
-            moving=KVTransferHandler(need_attached, progress),
-            begin_shutdown=self.begin_shutdown,
-        )
+        self._tasks: set[asyncio.Future[None]] = set()
 
     async def run(self) -> int:
         """Serve until the end; return the exit code."""
@@ -268,7 +175,7 @@ class Daemon:
         parent_fd = self._settings.exit_with_parent_fd
         if parent_fd is not None:
             self._loop.add_reader(parent_fd, self._parent_wrote, parent_fd)
-        self._security.report_ends(self._loop, self._contact.connection_ended)
+        self._security.report_ends(self._loop, self._drivers.contact.connection_ended)
         self._startup.reached(StartPhase.BOUND)
         if self._metrics is not None:
             self._spawn(self._metrics.serve())
@@ -282,7 +189,7 @@ class Daemon:
             return self._end.result()
         self._service_manager.notify("READY=1")
         logger.info("serving %s on %s", self._settings.device, self._files.endpoint)
-        serving = {self._spawn(self._control.serve()), self._spawn(self._beat())}
+        serving = {self._spawn(self._drivers.control.serve()), self._spawn(self._beat())}
         waits: set[asyncio.Future[None] | asyncio.Future[int]] = {*serving, self._end}
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if self._end.done():
@@ -297,18 +204,13 @@ class Daemon:
         manager."""
         while True:
             self._keep_files()
-            self._attaching.watch_lease()
-            self._events.publish_heartbeat()
+            self._drivers.beat()
             if not self._progress.overdue():
                 self._service_manager.notify("WATCHDOG=1")
             await asyncio.sleep(HEARTBEAT_S)
 
-    def _holder_left(self) -> None:
-        self._attaching.watch_lease()
-        self._events.publish_heartbeat()
-
     def _keep_files(self) -> None:
-        if self._draining.ends:
+        if self._drivers.draining.ends:
             return
         try:
             self._files.keep()
@@ -324,9 +226,8 @@ class Daemon:
         joined = self._threads.stop(deadline)
         if self._metrics is not None:
             self._metrics.close()
-        self._control.close()
-        self._events.close()
-        joined &= self._security.stop(_left(deadline))
+        self._drivers.close()
+        joined &= self._security.stop(time_left(deadline))
         left = threading.active_count() > 1  # such as a link's disposal, which waits for dead peers
         if not joined or left or exit_code != 0:
             self._exit.now(exit_code)
@@ -346,12 +247,12 @@ class Daemon:
             logger.info("SIGHUP: this daemon has no authorized keys, so there is nothing to reload")
             return
         if self._security.reload():
-            self._events.close()
+            self._drivers.events.close()
             self._spawn(self._reopen_events())
 
     async def _reopen_events(self) -> None:
         bind = partial(events_socket, self._context, self._files.endpoint, self._security)
-        if not await self._events.reopen(bind):
+        if not await self._drivers.events.reopen(bind):
             logger.critical("the events socket cannot be bound again")
             self._exit.finish(ExitCode.INTERNAL)
         self._files.sockets.are_bound()
@@ -366,11 +267,11 @@ class Daemon:
 
     def begin_shutdown(self, cause: str, exit_code: ExitCode = ExitCode.OK) -> None:
         """Refuse new steps, let the running one finish, end with exit_code."""
-        if self._draining.ends:
+        if self._drivers.draining.ends:
             return
         logger.info("draining: %s", cause)
         self._service_manager.notify("STOPPING=1")
-        self._draining.ends = True
+        self._drivers.draining.ends = True
         self._spawn(self._drain(exit_code))
 
     async def _drain(self, exit_code: ExitCode) -> None:
@@ -396,7 +297,7 @@ class Daemon:
         self._to_loop(lambda: self._announce(transition))
 
     def _announce(self, transition: str) -> None:
-        self._events.publish_transition(transition)
+        self._drivers.events.publish_transition(transition)
         self._service_manager.notify(f"STATUS={transition}")
 
     def fatal(self, exit_code: ExitCode, cause: str) -> None:
@@ -419,9 +320,8 @@ class Daemon:
             LAST_WORDS_S, lambda: self._exit.now(self._exit.fatal_code or exit_code)
         )
 
-    def _gpu_fault(self, fault: Fault) -> None:
-        """Handle a fault that the GPU's driver reports, perhaps of another process; called on the
-        watch thread. A fault of this process also fails its own calls."""
+    def gpu_fault(self, fault: Fault) -> None:
+        """See ThreadListener. A fault of this process also fails its own calls."""
         if fault.action.ends_gpu:
             self.fatal(ExitCode.GPU_LOST, str(fault))
         else:
@@ -429,23 +329,23 @@ class Daemon:
 
     def hung(self, phase: str, phase_ms: int, stacks: str) -> None:
         """See GuardListener."""
-        self._to_loop(lambda: self._events.publish_hang(phase, phase_ms, stacks))
+        self._to_loop(lambda: self._drivers.events.publish_hang(phase, phase_ms, stacks))
 
     def slow(self, phase: str, phase_ms: int, usual_ms: int) -> None:
         """See GuardListener."""
-        self._to_loop(lambda: self._events.publish_slow(phase, phase_ms, usual_ms))
+        self._to_loop(lambda: self._drivers.events.publish_slow(phase, phase_ms, usual_ms))
 
     def relapsed(self, cause: str) -> None:
         """See GuardListener. The service manager restarts this daemon and every rank in the same
         hang."""
         self.fatal(ExitCode.LINK_UNUSABLE, cause)
 
-    def _link_aborted(self, link: int, cause: str) -> None:
-        """Post a LinkLost: the guard thread has aborted `link`."""
+    def link_aborted(self, link: int, cause: str) -> None:
+        """See ThreadListener."""
         self._to_loop(lambda: self._threads.post(LinkLost(link, cause)))
 
-    def _result_failed(self, reply: ErrorReply, link: int) -> None:
-        """Handle a result that failed on the completion thread, after its step had succeeded."""
+    def result_failed(self, reply: ErrorReply, link: int) -> None:
+        """See ThreadListener."""
         exit_code = fatal_exit_code(reply)
         if exit_code is not None:
             self.fatal(exit_code, reply.message)
