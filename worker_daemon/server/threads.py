@@ -26,13 +26,13 @@ class ThreadListener(StepEvents, GuardListener, Protocol):
     once."""
 
     def link_aborted(self, link: int, cause: str) -> None:
-        """The guard thread has aborted a link."""
+        """Handle a link that the guard thread has aborted."""
 
     def result_failed(self, reply: ErrorReply, link: int) -> None:
-        """A result has failed on the completion thread, after its step had succeeded."""
+        """Handle a result that failed on the completion thread, after its step had succeeded."""
 
     def gpu_fault(self, fault: Fault) -> None:
-        """The watch thread has read a fault that the GPU's driver reports, perhaps of another
+        """Handle a fault that the GPU's driver reports to the watch thread, perhaps of another
         process."""
 
 

@@ -41,7 +41,7 @@ from worker_client.group.failure_state import (
 )
 from worker_client.group.gathering import Gathering
 from worker_client.group.group_daemons import GroupDaemons
-from worker_client.group.group_events import EVENTS_INTERVAL_S, GroupEvents, Sending
+from worker_client.group.group_events import EVENTS_INTERVAL_S, ChannelActivity, GroupEvents
 from worker_client.group.lease_fence import LeaseFence
 from worker_client.group.outcomes import DEFAULT_STEP_DEADLINE_S, ROOT_CAUSE_WAIT_S, StepsInFlight
 from worker_client.group.resending import Resending
@@ -150,9 +150,7 @@ class GroupChannel:
         self.lease = LeaseKeeper(self.daemons.context, driver_id, terms, self)
         self._lease_fence = LeaseFence(self.daemons, self.lease, self._listen)
         self._resending = Resending(self.daemons.clients, steps.output_ranks, first_rank)
-        self.events = GroupEvents(
-            self.daemons, state, self._resending, steps.times, self._now_sending
-        )
+        self.events = GroupEvents(self.daemons, state, self._resending, steps.times, self._activity)
         self.epoch = 0
         """0 before the first attach."""
         self._steps = steps
@@ -567,6 +565,6 @@ class GroupChannel:
     def _listen(self) -> None:
         self.events.listen()
 
-    def _now_sending(self) -> Sending:
+    def _activity(self) -> ChannelActivity:
         operation = None if self._gather is None else self._gather.operation
-        return Sending(self.epoch, self._outstanding or self._seq + 1, operation)
+        return ChannelActivity(self.epoch, self._outstanding or self._seq + 1, operation)

@@ -38,8 +38,8 @@ class RankProgress(NamedTuple):
     phase_ms: int
 
 
-class Sending(NamedTuple):
-    """What a group's channel does, for the events that come meanwhile."""
+class ChannelActivity(NamedTuple):
+    """State of a group's channel, for the events that come meanwhile."""
 
     epoch: int
     first_open_seq: int
@@ -58,7 +58,7 @@ class GroupEvents:
         state: FailureState,
         resending: Resending,
         times: StepHistory,
-        sending: Callable[[], Sending],
+        sending: Callable[[], ChannelActivity],
     ) -> None:
         """state: gets the ranks' drains. resending: gets their progress. times: of the steps, for
         observers."""
@@ -105,7 +105,7 @@ class GroupEvents:
             self._heard.append(event)
         watch.listened()
 
-    def _take(self, event: EventMessage, sending: Sending) -> None:
+    def _take(self, event: EventMessage, sending: ChannelActivity) -> None:
         if isinstance(event, DriverStepsWanted):
             self._answer_observer(event, sending.epoch)
         elif isinstance(event, lc.Heartbeat):

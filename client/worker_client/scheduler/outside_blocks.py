@@ -68,7 +68,7 @@ class OutsidePlace:
 
     @property
     def on_evict(self) -> OnEvict | None:
-        """What a pool tells of the contents that its allocations take."""
+        """Callback of a pool, for the contents that its allocations take."""
         blocks = self.blocks
         if blocks is None:
             return None

@@ -49,9 +49,9 @@ class HeldBlocks:
 
 @dataclass(slots=True)
 class RequestPrefix:
-    """What a request shares with others: the names of its blocks' contents, and how far they are
-    cached. What decides a request's KV sets root, may_share and is_mixed: its start, and updates of
-    weights, which clear the hashes. PrefixCache alone writes the counts."""
+    """Part of a request that others may share: the names of its blocks' contents, and how far they
+    are cached. What decides a request's KV sets root, may_share and is_mixed: its start, and
+    updates of weights, which clear the hashes. PrefixCache alone writes the counts."""
 
     root: bytes = b""
     """First parent of the hash chain."""
