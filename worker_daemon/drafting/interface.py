@@ -60,6 +60,22 @@ class ComputedStep(NamedTuple):
     """Metadata of the first KV group."""
 
 
+class MissingTokens(NamedTuple):
+    """Tokens of rows that steps have computed, and a model that follows them has not. Host columns
+    [M], of sequences of the newest step in its order."""
+
+    indices: Int32s
+    """Index of each one's sequence in the step."""
+    rows: Int32s
+    counts: Int32s
+    """Tokens to compute, at least 1."""
+    left: Int32s
+    """Later tokens of the row, up to the step's last one, which remain missing."""
+    ends: Int32s
+    """Upper bound of the context length after the tokens to compute; exact for counts of MIN_TOKENS
+    (layers/prompt_attention.py) and more."""
+
+
 Choose: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Chooses tokens int64 [Q] from logits [Q, V] for positions int32 [Q], by the sampling parameters
 and the noise of the rows; NO_TOKEN where logits are NaN. Every rank of a stage makes the same
@@ -110,11 +126,23 @@ class Drafter(Protocol):
 
 
 class StepFollower(Drafter, Protocol):
-    """A drafter that is a model: it computes what the target has computed (`follow`)."""
+    """A drafter that is a model: it computes what the target has computed. Plain decodes it leaves
+    out, until it is to propose (`catch_up`): it costs nothing while it makes no drafts."""
 
     @property
     def stage(self) -> DecoderStage:
         """The whole model."""
+
+    def follows(self, max_query_len: int) -> bool:
+        """Return True if `follow` computes the tokens of a step with this AttentionMetadata's
+        max_query_len."""
+
+    def compute_tokens(self, step: ComputedStep) -> None:
+        """Compute a step's tokens, also those that `follow` leaves out."""
+
+    def catch_up(self, missing: MissingTokens, seq_lens: Tensor) -> None:
+        """Compute tokens that rows are missing, after the newest step. seq_lens int32 [B], device:
+        context lengths of the step's sequences. Never waits for the device."""
 
     def compute(self, gained: Gained) -> Tensor:
         """Compute what propose returns. A CUDA graph may hold the launches if it may hold those of

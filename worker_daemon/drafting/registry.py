@@ -8,6 +8,7 @@ import torch
 from rpc_schema.config import DraftMethod, SpeculativeConfig
 from worker_daemon.contracts.drafting import TextKernels
 from worker_daemon.drafting.interface import Drafter
+from worker_daemon.drafting.model import ModelDrafter
 from worker_daemon.drafting.ngram import NgramDrafter
 from worker_daemon.drafting.row_texts import DraftLimits
 from worker_daemon.drafting.suffix import SuffixDrafter
@@ -49,7 +50,10 @@ def make_drafter(
 
 
 def drafter_bytes(config: SpeculativeConfig, max_num_seqs: int, max_model_len: int) -> int:
-    """Return the device memory that make_drafter's drafter takes; 0 without one."""
+    """Return the device memory that a method's drafter takes, without a draft model's weights and
+    pages; 0 without a drafter."""
     kind = _TEXT_DRAFTERS.get(config.method)
     limits = DraftLimits(max_num_seqs, max_model_len, config.num_speculative_tokens)
+    if config.method == "draft_model":
+        return ModelDrafter.num_bytes(limits)
     return 0 if kind is None else kind.num_bytes(config, limits)

@@ -14,7 +14,8 @@ from torch import Tensor
 from rpc_schema.step import NO_TOKEN
 from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
 from worker_daemon.contracts.attention import AttentionMetadata
-from worker_daemon.drafting.interface import Drafter, Gained
+from worker_daemon.drafting.interface import Drafter, Gained, MissingTokens
+from worker_daemon.runner.draft_backlog import DraftBacklog
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.row_tables import TOKEN_ON_DEVICE, Gathered, RowTables
 from worker_daemon.runner.sample_rows import (
@@ -54,6 +55,9 @@ class StepInputs(NamedTuple):
     reads: Int64s
     """Slots whose newest sampled token the step reads; all of its slots if counts may be
     corrected."""
+    missing: MissingTokens | None = None
+    """Tokens that the draft model is to compute after the step; None: none, or there is no such
+    model."""
 
     @property
     def columns(self) -> StepColumns[Tensor]:
@@ -108,6 +112,9 @@ class InputBuilder:
         """Plan of a step without block updates or values for parts, by the current ladder."""
         self._shortest = 0
         """ScheduledStep.longest of that step: shorter ones may have another plan."""
+        follower = None if drafter is None else drafter.follower
+        self._follower = follower
+        self._backlog = None if follower is None else DraftBacklog(state)
         self._no_column = torch.zeros(0, dtype=torch.int32, device=tables.device)
         self._count = np.arange(most_seqs(state) + 1, dtype=np.int32)
 
@@ -138,6 +145,10 @@ class InputBuilder:
             if self.drafter is not None:
                 self.drafter.begin([request.slot for request in step.new_requests], tokens)
         plan = self._fit(step)
+        missing = None
+        if self._follower is not None and self._backlog is not None:
+            follows = self._follower.follows(plan.max_query_len)
+            missing = self._backlog.take(step, follows=follows)
         packed = self._staging.open(plan.shape)
         filled, steady = packed.holds, step.steady
         if steady is not None and isinstance(filled, _Filled) and filled.steady is steady:
@@ -180,7 +191,15 @@ class InputBuilder:
                 are_verified,
             ),
             rows.reads,
+            missing,
         )
+
+    def catch_up(self, inputs: StepInputs, missing: MissingTokens) -> None:
+        """Let the draft model compute what rows lack, after the program of their step and before
+        the next one."""
+        assert self._follower is not None and self._backlog is not None, "it lacks something"
+        self._follower.catch_up(missing, inputs.columns.seq_lens)
+        self._backlog.caught_up(missing)
 
     def _fit(self, step: ScheduledStep) -> StepPlan:
         """Return the plan that the ladder has for a step, with the parts that it uses. The steps of
@@ -263,9 +282,15 @@ class InputBuilder:
         self.tables.drafts.zero_()
         if self.drafter is not None:
             self.drafter.restart()
+        self.distrust_drafter()
+
+    def distrust_drafter(self) -> None:
+        """Let a draft model compute again all that it has computed: its weights have changed."""
+        if self._backlog is not None:
+            self._backlog.restart()
 
     def launch_drafting(self) -> None:
-        """Launch the kernels that verify drafts, and those of a drafter that is no model, inside
+        """Launch the kernels that verify drafts, and those of a drafter but for a model's, inside
         compiling_ahead, where launches only request their kernels."""
         most, device = self._state.limits.max_drafts, self.tables.device
         if not most:
@@ -275,9 +300,11 @@ class InputBuilder:
         firsts = torch.cat((row, row + 1 + most))
         self.tables.verify(token_ids[0], token_ids[0], firsts, row, row + spare, row)
         drafter = self.drafter
-        if drafter is None or drafter.follower is not None:
+        if drafter is None:
             return
         drafter.begin([spare], [np.zeros(1, np.int32)])
+        if drafter.follower is not None:
+            return
         for columns in (1, 1 + most):  # after a step without drafts, and with some
             given = token_ids[:, :columns].contiguous()
             drafter.propose(Gained(row + spare, given, row, row))

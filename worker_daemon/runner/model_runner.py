@@ -100,6 +100,8 @@ class SoleStage:
         """See Stage."""
         inputs = self._inputs.build(step)
         output = program.run(inputs, self._no_hidden)
+        if inputs.missing is not None:
+            self._inputs.catch_up(inputs, inputs.missing)
         reports: tuple[Report, ...] = ()
         if step.pooling is not None or self._parts.has_reports_of_forward:
             reports = self._sampler.report_forward(step, output.hidden)

@@ -105,6 +105,8 @@ class PipelineStage:
             hidden, status = self._receive(due, inputs)
         output = program.run(inputs, hidden)
         self._send(due, output.hidden, self._failed if self._state.has_failed else status)
+        if inputs.missing is not None:
+            self._inputs.catch_up(inputs, inputs.missing)
         last = self._sampler
         reports = () if last is None else last.report_forward(step, output.hidden)
         rows, values = inputs.sample_rows, step.step_values

@@ -83,6 +83,8 @@ class RequestState:
         self._record = StepRecord(limits.block_groups)
         self._checker = StepChecker(limits, parts)
         self._lockstep = lockstep
+        self.computes_nothing = False
+        """True if steps are run that no driver has sent: see the method computing_nothing."""
         self.contents = BlockContents(limits.num_blocks)
         """Outlives the rows: blocks keep their contents."""
         self.host_contents = BlockContents(limits.num_host_blocks)
@@ -197,9 +199,11 @@ class RequestState:
         model with states, requests may begin anywhere. Nothing is said of other replicas."""
         before, self._checker.checks_states = self._checker.checks_states, False
         lockstep, self._lockstep = self._lockstep, None
+        self.computes_nothing = True
         try:
             yield
         finally:
+            self.computes_nothing = False
             self._checker.checks_states, self._lockstep = before, lockstep
 
     @contextmanager

@@ -135,7 +135,7 @@ class EagerProgram:
 
     @torch.inference_mode()
     def launch_layers(self, hidden: Tensor, query_lens: Int32s, seq_lens: Int32s) -> None:
-        """Launch the layers of a step, and what the drafter launches to follow it, inside
+        """Launch the layers of a step, and what the drafter launches for its tokens, inside
         compiling_ahead, where launches only request their kernels. hidden [N, H], of any values.
         query_lens, seq_lens int32 [B]: each sequence's tokens in the step, and its context
         length."""
@@ -161,7 +161,14 @@ class EagerProgram:
         layers = [by_group[group] for group in self._layer_groups]
         self._stage.forward(hidden, zeros.int(), self._kv_caches, layers)
         if self._drafter is not None:
-            self._drafter.follow(ComputedStep(zeros, hidden, zeros.int(), by_group[0]))
+            computed, follower = (
+                ComputedStep(zeros, hidden, zeros.int(), by_group[0]),
+                self._drafter.follower,
+            )
+            if follower is None:
+                self._drafter.follow(computed)
+            else:
+                follower.compute_tokens(computed)
 
     @torch.inference_mode()
     def launch_sampling(self, num_rows: int) -> None:

@@ -22,7 +22,7 @@ from worker_daemon.distributed.link import Link
 from worker_daemon.drafting.interface import Drafter, MakeDrafter
 from worker_daemon.drafting.model import ModelDrafter
 from worker_daemon.drafting.registry import make_drafter
-from worker_daemon.drafting.row_texts import DraftLimits
+from worker_daemon.drafting.row_texts import DraftLimits, RowTexts
 from worker_daemon.kernel_compiler import KernelCompiler, hash_sources
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.raising import Translation
@@ -340,7 +340,8 @@ def _drafters(
             return None
         if model.draft is not None:
             size = limits.block_groups[0].block_size
-            return ModelDrafter(model.draft.stage, pages, block_table, size, bounds)
+            texts = RowTexts(bounds, place.device, place.backend.texts)
+            return ModelDrafter(model.draft.stage, pages, block_table, size, bounds, texts)
         return make_drafter(speculative, *bounds[:2], place.device, place.backend.texts)
 
     return make

@@ -499,10 +499,13 @@ class Worker:
 
         Raises: see WeightTransfer.finish.
         """
-        before = self._model.weights.version
+        before, draft = self._model.weights.version, self._model.draft_weights
+        draft_before = None if draft is None else draft.version
         version = self._transfer.finish()
         if self._model.weights.version != before:  # it may have been another target's
             self._weights_changed(before)
+        if draft is not None and draft.version != draft_before:
+            self._draft_weights_changed()
         if self._device.opened.place.device.type == "cuda":
             torch.cuda.empty_cache()  # frees the buffers for other processes
         return wt.FinishWeightUpdateReply(**self._identity(message), version=version)
@@ -534,6 +537,8 @@ class Worker:
         self._transfer.drop_update()
         self._model_or_none = model
         self._weights_changed(before)
+        if model.draft_weights is not None:
+            self._draft_weights_changed()
         return wt.ReloadWeightsReply(
             **self._identity(message),
             size_bytes=size_bytes,
@@ -585,6 +590,11 @@ class Worker:
         """Tell the runner that the rows go on with other weights than those of version `before`."""
         if self._serving_or_none is not None:
             self._serving_or_none.runner.weights_changed(before)
+
+    def _draft_weights_changed(self) -> None:
+        """Tell the runner that the draft model has other weights than those of its KV cache."""
+        if self._serving_or_none is not None:
+            self._serving_or_none.runner.inputs.distrust_drafter()
 
     def _forget_cache(self) -> None:
         """Drop all requests, and what is known of the blocks' contents: they are lost. Those in

@@ -17,7 +17,7 @@ from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.drafting.interface import Gained, RowEnds
 from worker_daemon.drafting.model import ModelDrafter
 from worker_daemon.drafting.registry import make_drafter
-from worker_daemon.drafting.row_texts import DraftLimits
+from worker_daemon.drafting.row_texts import DraftLimits, RowTexts
 from worker_daemon.drafting.torch_text import TorchTextKernels
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.config import read_model_config
@@ -100,7 +100,14 @@ class Sides:
         self.table = torch.cat((own, torch.zeros(1, BLOCKS_OF_ROW, dtype=torch.int64))).int()
         self.limits = DraftLimits(ROWS, LONGEST, DRAFTS)
         self.eager, self.graphed = (
-            ModelDrafter(stage, pages, self.table, BLOCK, self.limits)
+            ModelDrafter(
+                stage,
+                pages,
+                self.table,
+                BLOCK,
+                self.limits,
+                RowTexts(self.limits, CPU, TorchTextKernels()),
+            )
             for pages in (self.pages, self.graphed_pages)
         )
         limits = StepLimits(ROWS, 64, LONGEST, VOCAB, BLOCK, num_blocks, max_drafts=DRAFTS)
