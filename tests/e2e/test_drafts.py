@@ -11,6 +11,7 @@ import pytest
 from tests.support.checkpoints import decisive_prompts
 from tests.support.exhaustive import exhaustively
 from tests.support.flat_requests import changed
+from tests.support.resting_drafts import RestingScheduler
 from tests.support.serving import (
     LOOKUPS,
     assert_greedy,
@@ -69,6 +70,12 @@ def test_greedy_tokens_are_those_of_transformers(serve, reference, method, shape
         assert sum(output.num_preemptions for output in scarce.outputs.values()) > 0
         skipping = SkippingScheduler(scheduler_limits(group, loaded), clock=lambda: 0.0)
         assert_greedy(generate(group, loaded, requests, skipping), reference, requests)
+        rests = RestingScheduler(scheduler_limits(group, loaded))
+        rested = generate(group, loaded, requests, rests)
+        assert_greedy(rested, reference, requests)
+        drafts = rested.driver.drafts
+        assert rests.num_rests > 10 and drafts.num_drafted > 5
+        assert drafts.num_accepted > 0.99 * drafts.num_drafted or method != "draft_model"
 
 
 class SkippingScheduler(Scheduler):

@@ -12,12 +12,14 @@ from msgspec.structs import replace
 from rpc_schema.config import GraphConfig, SpeculativeConfig
 from tests.support.checkpoints import decisive_prompts, make_checkpoint
 from tests.support.flat_requests import changed
+from tests.support.resting_drafts import RestingScheduler
 from tests.support.serving import (
     SHARED_GPU,
     assert_greedy,
     connect,
     generate,
     greedy_request,
+    scheduler_limits,
     worker_config,
 )
 
@@ -85,6 +87,21 @@ def test_tokens_are_those_of_transformers(endpoints, reference, requests, method
     accepted = sum(output.num_accepted for output in run.outputs.values())
     drafted = sum(output.num_drafted for output in run.outputs.values())
     assert accepted > (0.9 * drafted if method == "draft_model" else 0)
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_a_model_is_right_again_after_each_rest(endpoints, reference, requests, enforce_eager):
+    """Its layers are in no plain decode; it has caught up once it makes drafts."""
+    config = config_of(reference, "draft_model", enforce_eager=enforce_eager)
+    with connect(endpoints, config) as (group, loaded):
+        for own in (requests, requests[:1]):
+            scheduler = RestingScheduler(scheduler_limits(group, loaded))
+            run = generate(group, loaded, own, scheduler)
+            assert_greedy(run, reference, own)
+            accepted = sum(output.num_accepted for output in run.outputs.values())
+            drafted = sum(output.num_drafted for output in run.outputs.values())
+            assert scheduler.num_rests > 8
+            assert accepted > 0.9 * drafted > 0
 
 
 @pytest.mark.parametrize("most", [1, 4])

@@ -206,16 +206,18 @@ def test_rows_beyond_the_ladder_are_launched_eagerly(tmp_path):
 
 
 @torch.inference_mode()
-def test_kernels_of_the_draft_model_are_launched_ahead(tmp_path):
-    """Through two of its layers, beside two of the target's; and those of every graph."""
+@pytest.mark.parametrize("counts", [[2, 3], [1, 1]])
+def test_kernels_of_the_draft_model_are_launched_ahead(tmp_path, counts):
+    """Through two of its layers, beside two of the target's, also those of decodes, which only
+    drafts launch; and those of every graph."""
     ladder = ProposalLadder(proposal_sizes(ROWS), lambda size: [12, LONGEST])
     sides = Sides(tmp_path, ladder)
     drafter, pages = sides.graphed, sides.graphed_pages
     own = [LayerKV(page, 0) for page in sides.pages]
     program = EagerProgram(drafter.stage, sides.tables, own, sides.parts, None, None, drafter)
     before = [page.clone() for page in (*sides.pages, *pages)]
-    lengths = np.array([2, 3], np.int32)
-    program.compile_subset().launch_layers(torch.randn(5, 32), lengths, lengths)
+    lengths, counts = np.array([2, 3], np.int32), np.array(counts, np.int32)
+    program.compile_subset().launch_layers(torch.randn(sum(counts), 32), counts, lengths)
     changed = [not torch.equal(*pair) for pair in zip((*sides.pages, *pages), before, strict=True)]
     assert changed == [True, True, False] * 2
     before = pages[2].clone()
