@@ -168,7 +168,9 @@ def test_a_graph_follows_each_steps_inputs(model: ModelAttention, num_seqs: int)
     backend = TritonAttention(device)
 
     def attend() -> torch.Tensor:
-        return backend.rotate_and_attend(static.qkv, static.batch.kv_cache, layer, static.step)
+        # As in a runner, each step has metadata of its own.
+        step = replace(static, batch=replace(static.batch)).step
+        return backend.rotate_and_attend(static.qkv, static.batch.kv_cache, layer, step)
 
     attend()
     torch.cuda.synchronize()

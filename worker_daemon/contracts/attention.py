@@ -7,7 +7,8 @@ P positions. A layer's cache is [num_blocks, 2, block_size, Hkv, D], index 0 of 
 FP8 (fp8.py).
 """
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -59,6 +60,11 @@ class AttentionMetadata:
     """int32 [B], host: seq_lens, or an upper bound for a sequence that has sampled before."""
     state_slots: StateSlots | None = None
     """None if there are no checkpoints of states."""
+    schedules: dict[Hashable, Tensor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """Divisions of the step's work that an implementation makes at its first use in a forward pass,
+    for all layers with the same key."""
 
 
 @dataclass(frozen=True, slots=True)

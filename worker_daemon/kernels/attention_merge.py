@@ -177,3 +177,48 @@ def _merge_parts_kernel(
     out_ptr = out + token * out_token_stride + head * out_head_stride + dim
     tl.store(out_ptr, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
     store_log_sum_exp(lse, token * NUM_Q_HEADS + head, top, total, True, unit)
+
+
+@triton.jit
+def merge_pieces(
+    out,
+    lse,
+    place,
+    partial_out,
+    partial_lse,
+    first,
+    num_pieces,
+    is_row,
+    STEP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Set the rows at which out [ROWS] points, and lse + place, to the merge of their pieces, which
+    other programs of the same kernel wrote: rows first [ROWS], first + STEP, .. of partial_out and
+    partial_lse, as launch_merge_splits has them. CHUNK pieces are loaded at a time."""
+    dim = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    top = tl.full([ROWS], NO_SCORE, tl.float32)
+    for chunk in range(0, num_pieces, CHUNK):
+        piece = chunk + tl.arange(0, CHUNK)
+        row = first[None, :] + (piece * STEP)[:, None]
+        is_here = (piece < num_pieces)[:, None] & is_row[None, :]
+        inside = is_here[:, :, None] & (dim < HEAD_DIM)[None, None, :]
+        sums = tl.load(partial_lse + row, mask=is_here, other=float("-inf"), cache_modifier=".cg")
+        values = tl.load(
+            partial_out + (row * HEAD_DIM)[:, :, None] + dim[None, None, :],
+            mask=inside, other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        new_top = tl.maximum(top, tl.max(sums, 0))
+        weights = tl.exp2(sums - new_top[None, :])
+        rescale = tl.exp2(top - new_top)
+        total = total * rescale + tl.sum(weights, 0)
+        acc = acc * rescale[:, None] + tl.sum(values * weights[:, :, None], 0)
+        top = new_top
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    inside = is_row[:, None] & (dim < HEAD_DIM)[None, :]
+    tl.store(out[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=inside)
+    store_log_sum_exp(lse, place, top, total, is_row)

@@ -18,23 +18,23 @@ from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.kernels.attention_merge import merge_parts
 from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.paged_decode import (
+    MAX_DECODE_QUERIES,
     MAX_DECODE_ROWS,
     launch_decode,
+    plan_beside_prompts,
     plan_decode,
     rotate_and_attend,
 )
 from worker_daemon.kernels.paged_prefill import launch_prefill
 from worker_daemon.kernels.scores import Scoring
 from worker_daemon.kernels.tiles import (
+    MIN_PIECE_KEYS,
     DeviceLimits,
     Tile,
-    choose_num_splits,
     prefill_tile,
     run_at_once,
     split_tile,
 )
-
-MAX_DECODE_QUERIES = 16
 
 
 class TritonAttention:
@@ -56,16 +56,14 @@ class TritonAttention:
     ) -> torch.Tensor:
         """See AttentionBackend. The result is contiguous, 0 in the rows of padding.
 
-        A few decodes come here if a prompt has the rest of their step. They are always split, by
+        A few decodes come here if a prompt has the rest of their step. They are always cut, by
         one kernel, which warm-up compiles: those for their number and context would be compiled in
         such a step."""
-        num_splits, tile = None, None
-        num_seqs, num_kv_heads = metadata.num_seqs, kv_cache.shape[3]
-        if metadata.max_query_len == 1 and run_at_once(num_seqs * num_kv_heads, self._limits):
-            longest, limits = metadata.max_seq_len, self._limits
-            num_splits = choose_num_splits(num_seqs, num_kv_heads, longest, layer.window, limits)
-            num_splits = max(2, num_splits)
-            tile = split_tile(q.shape[1] // num_kv_heads, q.shape[2], q.dtype, limits)
+        tile, num_kv_heads = None, kv_cache.shape[3]
+        num_programs = metadata.num_seqs * num_kv_heads
+        is_cut = metadata.max_query_len == 1 and run_at_once(num_programs, self._limits)
+        if is_cut:
+            tile = split_tile(q.shape[1] // num_kv_heads, q.shape[2], q.dtype, self._limits)
         return paged_attention(
             q,
             kv_cache,
@@ -78,7 +76,7 @@ class TritonAttention:
             lse=lse,
             limits=self._limits,
             tile=tile,
-            num_splits=num_splits,
+            is_cut=is_cut,
             pdl=self._pdl,
         )
 
@@ -143,6 +141,8 @@ def paged_attention(
     limits: DeviceLimits | None = None,
     tile: Tile | None = None,
     num_splits: int | None = None,
+    min_piece: int = MIN_PIECE_KEYS,
+    is_cut: bool = False,
     workspace: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
@@ -152,7 +152,8 @@ def paged_attention(
     Query token i of a sequence stands at p = seq_len - query_len + i and sees the keys max(0, p -
     window + 1) .. p, which must already be in the cache. Sums are kept in fp32; fp32 inputs are
     multiplied exactly (no TF32). A batch whose max_query_len is 1, or small, uses the decode path,
-    which may divide each sequence's keys into splits.
+    which may divide each sequence's keys into splits. So do a mixed batch's sequences of as few
+    queries, if they may have many keys.
 
     Args:
         q: [N, Hq, D] fp32, bf16 or fp16, the last dimension contiguous. D is a multiple of 8 up to
@@ -168,8 +169,11 @@ def paged_attention(
         lse: [N, Hq] fp32, contiguous; see AttentionBackend.
         limits: the device's; looked up when None.
         tile: overrides the choice of tile.
-        num_splits: overrides the choice of splits, >= 1; without effect outside the decode path.
-        workspace: fp32, flat, at least `workspace_elements(...)`; allocated when None and needed.
+        num_splits: overrides the choice of splits, >= 1, of a batch with a small max_query_len.
+        min_piece: keys of a piece, at least, where sequences of different lengths are cut.
+        is_cut: let the device cut decodes whatever their number and context.
+        workspace: fp32, flat, at least `workspace_elements(...)` with num_splits; allocated when
+            None and needed.
         pdl: launch as launch.has_dependent_launch allows on this device.
 
     Returns:
@@ -186,14 +190,20 @@ def paged_attention(
         return out
     limits = DeviceLimits.of(q.device) if limits is None else limits
     if is_decode(q, kv_cache, batch.max_query_len, tile):
-        plan = plan_decode(q, kv_cache, batch, window, limits, tile, num_splits)
+        plan = plan_decode(
+            q, kv_cache, batch, window, limits, tile, num_splits, min_piece, is_cut=is_cut
+        )
         launch_decode(out, lse, q, kv_cache, scales, batch, None, scoring, plan, workspace, pdl)
-    else:
-        num_kv_heads = kv_cache.shape[3]
-        group_size = q.shape[1] // num_kv_heads
-        tile = tile or prefill_tile(
-            q.shape[0], batch.num_seqs, num_kv_heads, group_size, q.shape[2], q.dtype, limits,
-            has_window=window is not None,
-        )  # fmt: skip
-        launch_prefill(out, lse, q, kv_cache, scales, batch, scoring, tile, pdl)
+        return out
+    num_kv_heads = kv_cache.shape[3]
+    tile = tile or prefill_tile(
+        q.shape[0], batch.num_seqs, num_kv_heads, q.shape[1] // num_kv_heads, q.shape[2], q.dtype,
+        limits, has_window=window is not None,
+    )  # fmt: skip
+    short = plan_beside_prompts(q, kv_cache, batch, window, limits, min_piece)
+    fewest = 1
+    if short is not None:
+        fewest = short.queries + 1
+        launch_decode(out, lse, q, kv_cache, scales, batch, None, scoring, short, workspace, pdl)
+    launch_prefill(out, lse, q, kv_cache, scales, batch, scoring, tile, pdl, fewest_queries=fewest)
     return out

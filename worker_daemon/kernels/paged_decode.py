@@ -1,8 +1,9 @@
 """Paged attention of one query token per sequence, or of a few, in Triton.
 
-Long decodes are split along the keys and merged by log-sum-exp (Flash-Decoding, Dao et al. 2023). q
-may be the projection itself: a program then rotates its heads, stores key and value, and starts its
-softmax with them.
+Long decodes are split along the keys and merged by log-sum-exp (Flash-Decoding, Dao et al. 2023):
+each sequence into as many parts, or, if lengths may differ much, by decode_schedule.py. So a
+result's rounding depends on the batch's lengths and bounds, but on nothing else. q may be the
+projection itself: a program then rotates its heads, stores key and value, and starts with them.
 
 Letters: N tokens, B sequences, Hq / Hkv query and KV heads, G = Hq / Hkv, D head dimension;
 a tile is BLOCK_M rows (a sequence's tokens x G heads) against BLOCK_N keys.
@@ -21,7 +22,7 @@ from worker_daemon.contracts.attention import AttentionMetadata, AttentionSinks,
 from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.contracts.layer_ops import HeadNorms
-from worker_daemon.kernels.attention_merge import launch_merge_splits
+from worker_daemon.kernels.attention_merge import launch_merge_splits, merge_pieces
 from worker_daemon.kernels.attention_tiles import (
     NO_SCORE,
     STEP_SIZES,
@@ -33,6 +34,12 @@ from worker_daemon.kernels.attention_tiles import (
     store_log_sum_exp,
 )
 from worker_daemon.kernels.compile_ahead import launched
+from worker_daemon.kernels.decode_schedule import (
+    Cutting,
+    is_last_piece,
+    load_item,
+    schedule_decodes,
+)
 from worker_daemon.kernels.fp8 import head_scales, quantize
 from worker_daemon.kernels.fp8_tiles import attend_fp8, load_words
 from worker_daemon.kernels.head_rotation import load_angles, load_gains, load_pairs, turn
@@ -40,17 +47,33 @@ from worker_daemon.kernels.launch import await_previous, launch_options, start_n
 from worker_daemon.kernels.prefetch import prefetch
 from worker_daemon.kernels.scores import Scoring, join_sinks, softcapped
 from worker_daemon.kernels.tiles import (
+    MIN_DOT_ROWS,
+    MIN_PIECE_KEYS,
     DeviceLimits,
     Tile,
     can_hold,
     choose_num_splits,
+    decode_slots,
     decode_tile,
+    next_power_of_two,
     padded_head_dim,
+    pays_to_cut,
     run_at_once,
+    split_tile,
 )
+
+MAX_DECODE_QUERIES = 16
 
 MAX_DECODE_ROWS = 64
 """Rows of a tile: more would leave few keys in shared memory."""
+
+_MERGED_ELEMENTS_PER_THREAD = 64
+"""Elements of partial results that a thread loads at a time."""
+
+_MERGED_BY_WARPS = {2: 128, 4: 32}
+"""The same, by the warps of a program, where more programs than run at once read keys that are not
+in FP8. Their registers then let as many run on an SM as choose_num_splits and decode_tile assume: 4
+of 2 warps, of which 5 would be spread unevenly, and 3 of 4 warps."""
 
 
 def rotate_and_attend(
@@ -70,6 +93,7 @@ def rotate_and_attend(
     limits: DeviceLimits | None = None,
     tile: Tile | None = None,
     num_splits: int | None = None,
+    min_piece: int = MIN_PIECE_KEYS,
     pdl: bool = False,
 ) -> torch.Tensor:
     """Combine rope_store.rotate_and_store and paged_attention for a batch of decodes: no sequence
@@ -84,8 +108,8 @@ def rotate_and_attend(
         kv_cache: as in paged_attention, not empty.
         step: a slot below 0 is not stored.
         head_norms, interleaved: as in rope_store.rotate_and_store.
-        scale, window, logit_softcap, sinks, kv_scales, out, lse, limits, tile, num_splits, pdl: as
-            in paged_attention.
+        scale, window, logit_softcap, sinks, kv_scales, out, lse, limits, tile, num_splits,
+            min_piece, pdl: as in paged_attention.
 
     Returns:
         [N, Hq, D], 0 in the rows past the last real token.
@@ -105,7 +129,7 @@ def rotate_and_attend(
     if q.shape[0] == 0:
         return out
     limits = DeviceLimits.of(q.device) if limits is None else limits
-    plan = plan_decode(q, kv_cache, batch, window, limits, tile, num_splits)
+    plan = plan_decode(q, kv_cache, batch, window, limits, tile, num_splits, min_piece)
     turning = Turning(step, head_norms, interleaved)
     launch_decode(out, lse, q, kv_cache, scales, batch, turning, scoring, plan, None, pdl)
     return out
@@ -127,6 +151,11 @@ class DecodePlan(NamedTuple):
     are_few: bool
     """All programs run at the same time: those that rotate prefetch their first keys and values,
     and may hold them in registers (HOLDS)."""
+    cutting: Cutting | None = None
+    """Bounds within which the device divides the sequences; num_splits then only chose the tile.
+    None: each is divided into num_splits."""
+    has_prompts: bool = False
+    """Sequences with more queries, and padding, are left to another kernel."""
 
 
 def plan_decode(
@@ -137,30 +166,65 @@ def plan_decode(
     limits: DeviceLimits,
     tile: Tile | None,
     num_splits: int | None,
+    min_piece: int,
+    *,
+    is_cut: bool = False,
 ) -> DecodePlan:
-    """Choose the arguments that are None, only by the batch's sizes."""
+    """Choose the arguments that are None, only by the batch's sizes. Unless num_splits is given,
+    the device cuts the sequences if pieces of min_piece keys may be shorter than even ones; always
+    if is_cut, so that one kernel serves any number of sequences."""
     _, num_q_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[3]
     group_size = num_q_heads // num_kv_heads
     most_rows = MAX_DECODE_ROWS if tile is None else min(tile.block_m, MAX_DECODE_ROWS)
     queries = padded_queries(batch.max_query_len, most_rows // group_size)
+    most_keys = batch.max_seq_len if window is None else min(batch.max_seq_len, window)
+    sizes, has_fp8_cache = (batch.num_seqs, num_kv_heads), kv_cache.dtype == FP8 and not is_cut
+    may_cut = num_splits is None
     if num_splits is None:
         num_splits = choose_num_splits(
-            batch.num_seqs,
-            num_kv_heads,
-            batch.max_seq_len,
-            window,
-            limits,
-            has_fp8_cache=kv_cache.dtype == FP8,
+            *sizes, batch.max_seq_len, window, limits, has_fp8_cache=has_fp8_cache
         )
     num_programs = batch.num_seqs * num_kv_heads * num_splits
     if tile is None:
-        most_keys = batch.max_seq_len if window is None else min(batch.max_seq_len, window)
-        most_keys = triton.cdiv(most_keys, num_splits)
-        sizes = num_programs, most_keys, group_size * queries, head_dim
-        tile = decode_tile(*sizes, q.dtype, limits, is_split=num_splits > 1)
+        keys_per_program = triton.cdiv(most_keys, num_splits)
+        tile = decode_tile(
+            num_programs, keys_per_program, group_size * queries, head_dim, q.dtype, limits,
+            is_split=num_splits > 1,
+        )  # fmt: skip
     assert tile.block_m >= group_size * queries, "a tile holds a sequence's queries"
-    return DecodePlan(num_splits, tile, queries, run_at_once(num_programs, limits))
+    cutting = None
+    if may_cut and (is_cut or pays_to_cut(batch.num_seqs, most_keys, num_splits, min_piece)):
+        slots = decode_slots(*sizes, most_keys, limits, has_fp8_cache=has_fp8_cache)
+        cutting = Cutting.of(
+            batch.num_seqs, most_keys, num_kv_heads, slots, queries, window, tile, min_piece, limits
+        )
+    return DecodePlan(num_splits, tile, queries, run_at_once(num_programs, limits), cutting)
+
+
+def plan_beside_prompts(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    batch: AttentionMetadata,
+    window: int | None,
+    limits: DeviceLimits,
+    min_piece: int,
+) -> DecodePlan | None:
+    """Return the plan for the sequences of a mixed batch with as many queries as the smallest tile
+    has rows for, if any may have more than min_piece keys. One kernel serves any number of them."""
+    most_keys = batch.max_seq_len if window is None else min(batch.max_seq_len, window)
+    if not pays_to_cut(batch.num_seqs, most_keys, 1, min_piece):
+        return None
+    _, num_q_heads, head_dim = q.shape
+    num_kv_heads = kv_cache.shape[3]
+    group_size = num_q_heads // num_kv_heads
+    queries = max(1, min(MAX_DECODE_QUERIES, MIN_DOT_ROWS // group_size))
+    slots = decode_slots(batch.num_seqs, num_kv_heads, most_keys, limits)
+    tile = split_tile(group_size * queries, head_dim, q.dtype, limits)
+    cutting = Cutting.of(
+        batch.num_seqs, most_keys, num_kv_heads, slots, queries, window, tile, min_piece, limits
+    )
+    return DecodePlan(1, tile, queries, False, cutting, has_prompts=True)
 
 
 def padded_queries(num_queries: int, most: int) -> int:
@@ -191,28 +255,41 @@ def launch_decode(
     workspace: torch.Tensor | None,
     pdl: bool,
 ) -> None:
-    """Launch one program per (KV head, sequence, split); a second kernel merges splits. Each has
-    all queries of its sequence. lse: see paged_attention; scales: those of a cache in FP8.
+    """Launch one program per (KV head, sequence, split), or (KV head, item). Each has all queries
+    of its sequence. lse: see paged_attention; scales: those of a cache in FP8.
 
     turning: q is the start of a projection that must still be rotated and stored; None = already
     rotated and stored."""
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[3]
-    num_splits, tile, queries, are_few = plan
-    num_queries = batch.num_seqs * batch.max_query_len
-    if num_splits > 1 and workspace is None:
-        elements = workspace_elements(num_queries, num_q_heads, head_dim, num_splits)
+    num_splits, tile, queries, are_few, cutting, has_prompts = plan
+    rows = max(triton.cdiv(num_tokens, queries), batch.num_seqs)
+    if cutting is not None:
+        schedule = schedule_decodes(batch, cutting, pdl)
+        partial_rows = schedule.num_partial * queries * num_q_heads
+        # Each item, and, unless the prompts' kernel clears it, each row of padding has a program.
+        rows = schedule.num_items if has_prompts else rows + cutting.extra
+        num_splits = 1
+    else:
+        schedule = None
+        partial_rows = batch.num_seqs * batch.max_query_len * num_q_heads * num_splits
+    has_parts = schedule is not None or num_splits > 1
+    if has_parts and workspace is None:
+        elements = partial_rows * (head_dim + 1)
         workspace = torch.empty(elements, dtype=torch.float32, device=q.device)
-    # Without splits the kernel never uses the workspace: any pointer will do.
+    # Without parts the kernel never uses the workspace: any pointer will do.
     partial_out = out if workspace is None else workspace
-    partial_rows = num_queries * num_q_heads * num_splits
-    partial_lse = partial_out if num_splits == 1 else partial_out[partial_rows * head_dim :]
+    partial_lse = partial_out[partial_rows * head_dim :] if has_parts else partial_out
+    group_size, block_d = num_q_heads // num_kv_heads, padded_head_dim(head_dim)
+    merged_rows = next_power_of_two(group_size)
+    merged_elements = _MERGED_ELEMENTS_PER_THREAD
+    if not are_few and kv_cache.dtype != FP8:
+        merged_elements = _MERGED_BY_WARPS.get(tile.num_warps, merged_elements)
     # If already rotated, the kernel uses no projection: again any pointer will do.
     step, head_norms, interleaved = turning or (None, None, False)
     positions, rotary_table = (step.positions, step.rotary_table) if step else (q, q)
     norm_weights, eps = (head_norms.weight, head_norms.eps) if head_norms else (q, 0.0)
     assert queries == 1 or step is None, "one that rotates has one query"
-    rows = max(triton.cdiv(num_tokens, queries), batch.num_seqs)
     _decode_kernel[(num_kv_heads, rows, num_splits)](
         out,
         lse,
@@ -232,6 +309,8 @@ def launch_decode(
         eps,
         batch.slot_mapping if step else q,
         scoring.sink_values,
+        None if schedule is None else schedule.entries,
+        0 if schedule is None else schedule.num_items,
         batch.num_seqs,
         num_tokens,
         num_splits,
@@ -242,16 +321,19 @@ def launch_decode(
         *kv_cache.stride()[:4],
         batch.block_table.stride(0),
         NUM_Q_HEADS=num_q_heads,
-        GROUP=num_q_heads // num_kv_heads,
+        GROUP=group_size,
         QUERIES=queries,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=kv_cache.shape[2],
         HAS_WINDOW=scoring.window is not None,
         SOFTCAP=scoring.softcap,
-        SPLIT=num_splits > 1,
+        SPLIT=None if schedule is not None else num_splits > 1,
+        CLEARS=not has_prompts,
+        MERGED_ROWS=merged_rows,
+        MERGED=max(1, 32 * tile.num_warps * merged_elements // (merged_rows * block_d)),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        BLOCK_D=padded_head_dim(head_dim),
+        BLOCK_D=block_d,
         LANES=str(tile.block_n) if pdl and are_few and step is not None else "",
         ROTATES=step is not None,
         ROTARY_DIM=2 * rotary_table.shape[2] if step else 0,
@@ -281,8 +363,8 @@ def _clear(pointers, inside, lse, place, is_row):
 def _clear_padding(
     out,
     lse,
-    seq,
-    token,
+    place,
+    is_idle,
     padding_start,
     num_tokens,
     split,
@@ -296,25 +378,26 @@ def _clear_padding(
     QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Clear this program's share of the padding. head, inside, is_row: of the tile's rows; with
-    several queries all programs call it. padding_start points to the first token of the padding."""
+    """Clear this program's share of the padding. place: among the idle programs, those without a
+    query; with several queries among all. head, inside, is_row: of the tile's rows. padding_start
+    points to the first token of the padding."""
     dim = tl.arange(0, inside.shape[1])
     if QUERIES == 1:
-        # The n-th program without a query, n = programs - queries before it, clears padding n.
-        padding = (tl.load(padding_start) + seq - token).to(tl.int64)
-        place = out + padding * out_token_stride + (head * out_head_stride)[:, None]
-        if (padding < num_tokens) & (split == 0):
-            _clear(place + dim[None, :], inside, lse, padding * NUM_Q_HEADS + head, is_row)
+        if is_idle:
+            padding = (tl.load(padding_start) + place).to(tl.int64)
+            rows = out + padding * out_token_stride + (head * out_head_stride)[:, None]
+            if (padding < num_tokens) & (split == 0):
+                _clear(rows + dim[None, :], inside, lse, padding * NUM_Q_HEADS + head, is_row)
     else:
         # Padding takes the rows of the tile that has its place.
         row = tl.arange(0, inside.shape[0])
-        padding = seq.to(tl.int64) * QUERIES + row // GROUP
+        padding = place.to(tl.int64) * QUERIES + row // GROUP
         last = tl.where(split == 0, num_tokens, 0)
         is_padding = (padding >= tl.load(padding_start)) & (padding < last)
         is_padding = is_padding & (row < QUERIES * GROUP)
-        place = out + padding * out_token_stride + head * out_head_stride
+        rows = out + padding * out_token_stride + head * out_head_stride
         _clear(
-            place[:, None] + dim[None, :], is_padding[:, None] & (dim < HEAD_DIM)[None, :],
+            rows[:, None] + dim[None, :], is_padding[:, None] & (dim < HEAD_DIM)[None, :],
             lse, padding * NUM_Q_HEADS + head, is_padding,
         )  # fmt: skip
 
@@ -324,15 +407,18 @@ def _keys_of_split(
     num_keys, window, split, num_splits, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Return the split's range (start, end) of the keys that a query at the last key sees, or one
-    of QUERIES before it if the window is longer by them, in whole tiles. end <= start if earlier
-    splits have all of them."""
+    of QUERIES before it if the window is longer by them, in whole tiles. The last splits have
+    one tile less than the first, if they differ. A split without a tile has start >= num_keys, as
+    _attend_cached needs it of a held tile."""
     first_tile = 0
     if HAS_WINDOW:
         first_tile = tl.maximum(num_keys - window, 0) // BLOCK_N
     tiles = tl.cdiv(num_keys, BLOCK_N) - first_tile
-    tiles_per_split = tl.cdiv(tiles, num_splits)
-    start = (first_tile + split * tiles_per_split) * BLOCK_N
-    return start, tl.minimum(start + tiles_per_split * BLOCK_N, num_keys)
+    most = tl.cdiv(tiles, num_splits)
+    num_most = tiles - (most - 1) * num_splits
+    start = (first_tile + split * most - tl.maximum(split - num_most, 0)) * BLOCK_N
+    length = tl.where(split < num_most, most, most - 1) * BLOCK_N
+    return start, tl.minimum(start + length, num_keys)
 
 
 @triton.jit
@@ -546,26 +632,76 @@ def _store_result(
     row_max,
     value_scale,
     place,
+    piece_row,
     split,
     num_splits,
     inside,
     is_row,
     HEAD_DIM: tl.constexpr,
     SPLIT: tl.constexpr,
+    PIECE_ROWS: tl.constexpr,
 ):
     """Write the rows [BLOCK_M, BLOCK_D] of a running softmax: to out, which points at each row, and
-    to lse + place; or those of a split, with their log-sum-exps, to the partial results."""
+    to lse + place; or those of a split, with their log-sum-exps, to the partial results. piece_row:
+    their rows there if they are a schedule's first piece of a sequence, PIECE_ROWS before those of
+    the second. SPLIT: see _decode_kernel."""
+    if SPLIT is None:
+        is_part, partial_row = num_splits > 1, piece_row + split * PIECE_ROWS
+    else:
+        is_part, partial_row = SPLIT, place * num_splits + split
     dim = tl.arange(0, acc.shape[1])
     divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
     result = acc / divisor[:, None] * value_scale
-    if SPLIT:
-        partial = place * num_splits + split
-        tl.store(partial_out + (partial * HEAD_DIM)[:, None] + dim[None, :], result, mask=inside)
+    if is_part:
+        tl.store(
+            partial_out + (partial_row * HEAD_DIM)[:, None] + dim[None, :], result, mask=inside
+        )
         # Without keys it is still NO_SCORE: such a split has weight zero.
-        tl.store(partial_lse + partial, row_max + tl.log2(divisor), mask=is_row)
+        tl.store(partial_lse + partial_row, row_max + tl.log2(divisor), mask=is_row)
     else:
         tl.store(out + dim[None, :], result.to(out.dtype.element_ty), mask=inside)
         store_log_sum_exp(lse, place, row_max, row_sum, is_row)
+
+
+@triton.jit
+def _merge_if_last(
+    schedule,
+    first_item,
+    pieces,
+    first_partial,
+    out,
+    lse,
+    partial_out,
+    partial_lse,
+    next_token,
+    num_queries,
+    kv_head,
+    out_token_stride,
+    out_head_stride,
+    NUM_Q_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    MERGED_ROWS: tl.constexpr,
+    MERGED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Merge a KV head's pieces of a sequence, from first_item on, if this program is the last of
+    them to store its own. Its queries end before next_token. See _decode_kernel."""
+    if pieces > 1:
+        is_last = is_last_piece(schedule, first_item, kv_head, pieces, NUM_Q_HEADS // GROUP)
+        if is_last:
+            row = tl.arange(0, MERGED_ROWS)
+            head = kv_head * GROUP + row
+            token = (next_token - num_queries).to(tl.int64)
+            for query in range(num_queries):
+                place = (token + query) * NUM_Q_HEADS + head
+                merge_pieces(
+                    out + (token + query) * out_token_stride + head * out_head_stride, lse, place,
+                    partial_out, partial_lse,
+                    (first_partial * QUERIES + query) * NUM_Q_HEADS + head, pieces, row < GROUP,
+                    QUERIES * NUM_Q_HEADS, HEAD_DIM, MERGED_ROWS, MERGED, BLOCK_D,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -581,21 +717,44 @@ def _place_rows(
 
 
 @triton.jit
-def _find_decode(place, num_seqs, query_start_loc, seq_rows, seq_lens, seq_order):
-    """Return the place-th sequence in the order of decodes: its index, its query token, the next
-    sequence's query token, its block table row and its number of keys. Padding from num_seqs on has
-    no query and no key."""
-    is_seq = place < num_seqs
-    seq = tl.load(seq_order + place, mask=is_seq, other=place)
-    token = tl.load(query_start_loc + tl.minimum(seq, num_seqs))
-    next_token = tl.load(query_start_loc + tl.minimum(seq + 1, num_seqs))
-    table_row = tl.load(seq_rows + seq, mask=is_seq, other=0).to(tl.int64)
-    return seq, token, next_token, table_row, tl.load(seq_lens + seq, mask=is_seq, other=0)
+def _find_decode(
+    schedule,
+    num_items,
+    place,
+    split,
+    num_splits,
+    num_seqs,
+    query_start_loc,
+    seq_rows,
+    seq_lens,
+    seq_order,
+    QUERIES: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+):
+    """Return the sequence of the place-th program: its query token, the next sequence's, its block
+    table row and its number of keys; then its split of how many, its first partial result, and the
+    program's place in _clear_padding. Without work there is no query, and perhaps no key."""
+    if schedule is None:
+        seq = tl.load(seq_order + place, mask=place < num_seqs, other=place)
+        token = tl.load(query_start_loc + tl.minimum(seq, num_seqs))
+        next_token = tl.load(query_start_loc + tl.minimum(seq + 1, num_seqs))
+        table_row = tl.load(seq_rows + seq, mask=seq < num_seqs, other=0)
+        num_keys = tl.load(seq_lens + seq, mask=seq < num_seqs, other=0)
+        # Programs before it without a query, n = programs - queries.
+        first_partial, clearing = 0, seq - token
+    else:
+        (token, next_token, table_row, num_keys, split, num_splits, first_partial, clearing) = (
+            load_item(schedule, place, num_items, NUM_KV_HEADS)
+        )
+    if QUERIES > 1:
+        clearing = place
+    table_row = table_row.to(tl.int64)
+    return token, next_token, table_row, num_keys, split, num_splits, first_partial, clearing
 
 
 @launched
 @triton.jit(
-    do_not_specialize=(*STEP_SIZES, "num_splits"),
+    do_not_specialize=(*STEP_SIZES, "num_items", "num_splits"),
     do_not_specialize_on_alignment=(
         *STEP_TENSORS,
         "lse",
@@ -623,6 +782,8 @@ def _decode_kernel(
     eps,
     slot_mapping,
     sinks,
+    schedule,
+    num_items,
     num_seqs,
     num_tokens,
     num_splits,
@@ -645,6 +806,9 @@ def _decode_kernel(
     HAS_WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SPLIT: tl.constexpr,
+    CLEARS: tl.constexpr,
+    MERGED_ROWS: tl.constexpr,
+    MERGED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -665,13 +829,23 @@ def _decode_kernel(
 
     QUERIES: no sequence has more query tokens; 1 if it ROTATES. Query i of a sequence has the rows
     i * GROUP .. of a tile.
+
+    schedule: Schedule.entries, which divide the sequences, and then SPLIT is None; or None: each
+    has num_splits programs, of which SPLIT says if they are several. CLEARS: the rows of padding
+    are set to 0.
+
+    The last program of a sequence that the schedule has cut merges its pieces (the fix-up of
+    Stream-K), MERGED at a time. MERGED_ROWS: GROUP, padded to a power of two.
     """
     start_next(PDL)
     # Heads vary fastest: those of one sequence run together and share its blocks' pages.
-    kv_head, split = tl.program_id(0), tl.program_id(2)
-    seq, token, next_token, table_row, num_keys = _find_decode(
-        tl.program_id(1), num_seqs, query_start_loc, seq_rows, seq_lens, seq_order
-    )
+    kv_head = tl.program_id(0)
+    token, next_token, table_row, num_keys, split, num_splits, first_partial, clearing = (
+        _find_decode(
+            schedule, num_items, tl.program_id(1), tl.program_id(2), num_splits, num_seqs,
+            query_start_loc, seq_rows, seq_lens, seq_order, QUERIES, NUM_Q_HEADS // GROUP,
+        )
+    )  # fmt: skip
     row, dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     head, query, is_row = _place_rows(kv_head, next_token - token, GROUP, QUERIES, BLOCK_M)
     inside = is_row[:, None] & (dim < HEAD_DIM)[None, :]
@@ -702,22 +876,18 @@ def _decode_kernel(
             NORMED, WEIGHT_OFFSET, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_M, BLOCK_D,
         )  # fmt: skip
     await_previous(PDL)
-    if QUERIES > 1:
+    if CLEARS:
         _clear_padding(
-            out, lse, seq, token, query_start_loc + num_seqs, num_tokens, split, head, inside,
-            is_row, out_token_stride, out_head_stride, NUM_Q_HEADS, GROUP, QUERIES, HEAD_DIM,
+            out, lse, clearing, next_token == token, query_start_loc + num_seqs, num_tokens,
+            tl.program_id(2), head, inside, is_row, out_token_stride, out_head_stride,
+            NUM_Q_HEADS, GROUP, QUERIES, HEAD_DIM,
         )  # fmt: skip
     if next_token == token:
-        if QUERIES == 1:
-            _clear_padding(
-                out, lse, seq, token, query_start_loc + num_seqs, num_tokens, split, head, inside,
-                is_row, out_token_stride, out_head_stride, NUM_Q_HEADS, GROUP, QUERIES, HEAD_DIM,
-            )  # fmt: skip
         return
 
-    q_pos = num_keys - 1 + query
+    num_queries, q_pos = next_token - token, num_keys - 1 + query
     if QUERIES > 1:
-        q_pos += 1 - (next_token - token)
+        q_pos += 1 - num_queries
     token = token.to(tl.int64)
     heads, results = q + token * q_token_stride, out + token * out_token_stride
     if QUERIES > 1:
@@ -752,5 +922,13 @@ def _decode_kernel(
     _store_result(
         results + (head * out_head_stride)[:, None], lse, partial_out, partial_lse,
         acc, row_sum, row_max, value_scale, token * NUM_Q_HEADS + head,
-        split, num_splits, inside, is_row, HEAD_DIM, SPLIT,
+        (first_partial * QUERIES + query) * NUM_Q_HEADS + head, split, num_splits,
+        inside, is_row, HEAD_DIM, SPLIT, QUERIES * NUM_Q_HEADS,
     )  # fmt: skip
+    if schedule is not None:
+        _merge_if_last(
+            schedule, tl.program_id(1) - split, num_splits, first_partial, out, lse,
+            partial_out, partial_lse, next_token, num_queries, kv_head,
+            out_token_stride, out_head_stride,
+            NUM_Q_HEADS, GROUP, QUERIES, HEAD_DIM, MERGED_ROWS, MERGED, BLOCK_D,
+        )  # fmt: skip

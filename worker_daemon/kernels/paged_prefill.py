@@ -37,9 +37,11 @@ def launch_prefill(
     scoring: Scoring,
     tile: Tile,
     pdl: bool,
+    *,
+    fewest_queries: int = 1,
 ) -> None:
     """Launch one program per (block of query tokens, KV head). lse: see paged_attention; scales:
-    those of a cache in FP8.
+    those of a cache in FP8. Sequences with less than fewest_queries are left to another kernel.
 
     Sequence s owns the blocks from query_start_loc[s] // BLOCK_Q + s on, which are at least as many
     as it needs. There are N // BLOCK_Q + B + 1 blocks in total (the last for padding rows), so the
@@ -63,6 +65,7 @@ def launch_prefill(
         scoring.sink_values,
         batch.num_seqs,
         num_tokens,
+        fewest_queries,
         scoring.window or 0,
         scoring.factor,
         *out.stride()[:2],
@@ -102,7 +105,7 @@ def _find_sequence(query_start_loc, q_block, num_seqs, BLOCK_Q: tl.constexpr):
 
 @launched
 @triton.jit(
-    do_not_specialize=STEP_SIZES,
+    do_not_specialize=(*STEP_SIZES, "fewest_queries"),
     do_not_specialize_on_alignment=("lse", *STEP_TENSORS),
 )
 def _prefill_kernel(
@@ -118,6 +121,7 @@ def _prefill_kernel(
     sinks,
     num_seqs,
     num_tokens,
+    fewest_queries,
     window,
     score_scale,
     out_token_stride,
@@ -150,7 +154,7 @@ def _prefill_kernel(
     seq_stop = tl.load(query_start_loc + tl.minimum(seq + 1, num_seqs))
     query_len = tl.where(seq == num_seqs, num_tokens, seq_stop) - seq_start
     first_query = (q_block - seq_start // BLOCK_Q - seq) * BLOCK_Q
-    if first_query >= query_len:
+    if first_query >= query_len or (query_len < fewest_queries and seq < num_seqs):
         return
 
     row = tl.arange(0, BLOCK_M)

@@ -31,6 +31,13 @@ LONG_CONTEXT, SPLIT_PROGRAMS_PER_SM = 4096, 8
 """Decodes over a KV cache in FP8 with more keys than LONG_CONTEXT, which occupy all SMs, are split
 until each SM has SPLIT_PROGRAMS_PER_SM: converting keys needs more warps than reading them."""
 
+MIN_PIECE_KEYS = 1024
+"""Keys of the pieces into which sequences of different lengths are cut, at least: a program reads
+as many in some 15 us, ten times what its start takes."""
+
+PIECES_PER_SM = 4
+"""Pieces that such a schedule may add, for each SM."""
+
 SMALL_TILES_RESIDENT, LARGE_TILES_RESIDENT = 4, 3
 """Resident decode programs per SM, with tiles of 64 and of 128 keys."""
 
@@ -312,7 +319,8 @@ def length_bounds(
             num_seqs, num_kv_heads, bound, None, limits, has_fp8_cache=has_fp8_cache
         )
         num_programs, keys = num_seqs * num_kv_heads * splits, -(-bound // splits)
-        return splits, *_decode_tile_sizes(num_programs, keys, limits, splits > 1)
+        is_cut = pays_to_cut(num_seqs, bound, splits)
+        return splits, is_cut, *_decode_tile_sizes(num_programs, keys, limits, splits > 1)
 
     differing = [bound for bound, larger in pairwise(bounds) if launch(bound) != launch(larger)]
     return [*differing, longest]
@@ -334,7 +342,33 @@ def choose_num_splits(
     its arguments alone.
     """
     keys = max_seq_len if window is None else min(max_seq_len, window)
-    num_programs = max(1, num_seqs * num_kv_heads)
-    is_long = has_fp8_cache and keys > LONG_CONTEXT and num_programs >= limits.num_sms
-    wanted = (SPLIT_PROGRAMS_PER_SM if is_long else 2) * limits.num_sms // num_programs
-    return max(1, min(wanted, keys // MIN_KEYS_PER_SPLIT, MAX_SPLITS))
+    slots = decode_slots(num_seqs, num_kv_heads, keys, limits, has_fp8_cache=has_fp8_cache)
+    return max(1, min(slots // max(1, num_seqs), keys // MIN_KEYS_PER_SPLIT, MAX_SPLITS))
+
+
+def decode_slots(
+    num_seqs: int,
+    num_kv_heads: int,
+    keys: int,
+    limits: DeviceLimits,
+    *,
+    has_fp8_cache: bool = False,
+) -> int:
+    """Return the programs, for each KV head, among which a batch of decodes with up to `keys` keys
+    is divided: two on each SM together (see also LONG_CONTEXT)."""
+    is_long = has_fp8_cache and keys > LONG_CONTEXT and num_seqs * num_kv_heads >= limits.num_sms
+    return max(1, (SPLIT_PROGRAMS_PER_SM if is_long else 2) * limits.num_sms // num_kv_heads)
+
+
+def pays_to_cut(
+    num_seqs: int, most_keys: int, num_splits: int, min_piece: int = MIN_PIECE_KEYS
+) -> bool:
+    """Return True if a schedule may give shorter pieces than num_splits of each sequence, of
+    min_piece keys or more."""
+    return num_seqs > 1 and most_keys > num_splits * min_piece
+
+
+def most_extra_pieces(num_kv_heads: int, queries: int, limits: DeviceLimits) -> int:
+    """Return the pieces, for each KV head, that a schedule of decodes of up to `queries` query
+    tokens may add to one for each sequence. Partial results take memory in proportion to both."""
+    return PIECES_PER_SM * limits.num_sms // (num_kv_heads * queries)

@@ -99,8 +99,10 @@ class PromptAttention:
         chunks = [
             self._attend_chunk(q, kv_cache, chunk, layer, metadata, lse) for chunk in split.chunks
         ]
-        # Groups of layers differ only in their block tables.
-        others = replace(split.others, block_table=metadata.block_table)
+        others = split.others
+        if others.block_table is not metadata.block_table:
+            # Groups of layers differ only in their block tables.
+            others = replace(others, block_table=metadata.block_table)
         gaps = self._attend_gaps(q, kv_cache, layer, split.gaps, others, lse)
         ordered = [gaps[0]]
         for chunk, gap in zip(chunks, gaps[1:], strict=True):

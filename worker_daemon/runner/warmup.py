@@ -16,6 +16,7 @@ from rpc_schema.extensions import RequestExtension
 from rpc_schema.operations import StepMessage
 from rpc_schema.pooling import MAX_POOLED_BYTES, VALUE_BYTES, PoolingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
+from worker_daemon.kernels.tiles import MIN_PIECE_KEYS
 from worker_daemon.layers.prompt_attention import MIN_TOKENS
 from worker_daemon.runner.parts.registry import heaviest_of_step
 from worker_daemon.runner.scheduled_step import StepLimits
@@ -186,8 +187,9 @@ def decode_sweep(request: StepMessage, limits: StepLimits) -> Iterator[Synthetic
 def size_lengths(limits: StepLimits) -> Iterator[StepLengths]:
     """Yield prefills of every order of magnitude, as one prompt and as many. The largest comes
     first, because the smaller ones can reuse its memory."""
-    most_seqs = min(limits.max_num_seqs, limits.num_blocks - 1)
-    for total in reversed(_powers_up_to(_most_tokens(limits))):
+    most_seqs, most_tokens = min(limits.max_num_seqs, limits.num_blocks - 1), _most_tokens(limits)
+    is_cut = most_seqs > 1 and limits.max_model_len > MIN_PIECE_KEYS and _may_begin_later(limits)
+    for total in reversed(_powers_up_to(most_tokens)):
         # As one prompt, as prompts just too short for a separate kernel, and as short ones.
         wanted = (1, -(-total // _SHARED_LENGTH), -(-total // 16), total)
         for num_seqs in sorted({min(most_seqs, count) for count in wanted}):
@@ -200,6 +202,9 @@ def size_lengths(limits: StepLimits) -> Iterator[StepLengths]:
             if most_seqs > 1 and total > _SHARED_LENGTH + 1:
                 lengths, counts = [2, *lengths], [1, total - 1]
             yield lengths, counts
+        if 2 * total > min(_SHARED_LENGTH, most_tokens) and 1 < total <= _SHARED_LENGTH and is_cut:
+            # Beside a chunk that needs no other kernel, decodes of long contexts do.
+            yield [2, min(limits.max_model_len, MIN_PIECE_KEYS + total)], [1, total - 1]
 
 
 def proposal_lengths(limits: StepLimits) -> Iterator[StepLengths]:

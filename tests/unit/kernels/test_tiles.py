@@ -19,6 +19,7 @@ from worker_daemon.kernels.tiles import (
     gathered_tile,
     length_bounds,
     padded_head_dim,
+    pays_to_cut,
     prefill_tile,
     shared_bytes,
     split_tile,
@@ -180,14 +181,15 @@ def test_a_bound_is_launched_as_every_length_that_it_stands_for(
     assert bounds == sorted({*bounds})
     assert bounds[-1] == longest
 
-    def launch(length: int) -> tuple[int, Tile]:
+    def launch(length: int) -> tuple[int, bool, Tile]:
         splits = choose_num_splits(num_seqs, 8, length, None, H200, has_fp8_cache=has_fp8_cache)
         sizes = num_seqs * 8 * splits, -(-length // splits), 4, 128
-        return splits, decode_tile(*sizes, torch.bfloat16, H200, is_split=splits > 1)
+        tile = decode_tile(*sizes, torch.bfloat16, H200, is_split=splits > 1)
+        return splits, pays_to_cut(num_seqs, length, splits), tile
 
     launches = [launch(bound) for bound in bounds]
     assert len({*launches}) == len(launches)
-    assert [splits for splits, _ in launches] == sorted(splits for splits, _ in launches)
+    assert [splits for splits, *_ in launches] == sorted(splits for splits, *_ in launches)
 
 
 @pytest.mark.parametrize("limits", [H200, CONSUMER])

@@ -124,14 +124,17 @@ def test_the_sweep_is_valid_and_reaches_every_order_of_magnitude():
 
 def test_the_sweep_has_long_chunks_after_earlier_context_and_beside_decodes():
     limits = StepLimits(8, 4096, 9000, 10, 16, 4000)
-    state, chunks, beside = request_state(limits), set(), set()
+    state, chunks, beside, last = request_state(limits), set(), set(), []
     for synthetic in size_sweep(CompileOrWarmUpModel(epoch=1, link=1, seq=1), limits):
         step = state.apply(synthetic.message, synthetic.arrays)
         if step.starts[-1] > 0:
             chunks.add(int(step.num_tokens[-1]))
             beside.add(step.num_tokens[:-1].tolist() == [1])
-    assert chunks == {1024, 2047, 4095}
+            last = [step.num_tokens.tolist(), step.longest]
+    assert chunks == {511, 1024, 2047, 4095}
     assert beside == {False, True}
+    # A chunk that the paged kernels take, beside a decode of a step that may have many keys.
+    assert last == [[1, 511], 1024 + 512]
 
 
 def test_the_sweep_of_decodes_is_valid():
