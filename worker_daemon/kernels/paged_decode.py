@@ -190,7 +190,7 @@ def plan_decode(
         keys_per_program = triton.cdiv(most_keys, num_splits)
         tile = decode_tile(
             num_programs, keys_per_program, group_size * queries, head_dim, q.dtype, limits,
-            is_split=num_splits > 1,
+            is_split=num_splits > 1, has_fp8_cache=has_fp8_cache,
         )  # fmt: skip
     assert tile.block_m >= group_size * queries, "a tile holds a sequence's queries"
     cutting = None

@@ -41,6 +41,10 @@ PIECES_PER_SM = 4
 SMALL_TILES_RESIDENT, LARGE_TILES_RESIDENT = 4, 3
 """Resident decode programs per SM, with tiles of 64 and of 128 keys."""
 
+FP8_STAGES, FP8_ONE_WAVE_STAGES = 5, 7
+"""Stages of decodes over a KV cache in FP8, whose tiles are half as large; and of those whose
+programs all run at once: with more shared memory, they are spread over the SMs evenly."""
+
 HELD_ELEMENTS_PER_THREAD = 128
 """Elements of a tile's keys per thread, and as many of its values; more would leave too few
 registers."""
@@ -188,6 +192,7 @@ def decode_tile(
     limits: DeviceLimits,
     *,
     is_split: bool = False,
+    has_fp8_cache: bool = False,
 ) -> Tile:
     """Return the tile for one query token per sequence, with just enough rows for a group.
 
@@ -198,7 +203,7 @@ def decode_tile(
     both, or better with long tiles. dtype is that of queries.
     """
     rows = max(MIN_DOT_ROWS, next_power_of_two(group_size))
-    sizes = _decode_tile_sizes(num_programs, keys_per_program, limits, is_split)
+    sizes = _decode_tile_sizes(num_programs, keys_per_program, limits, is_split, has_fp8_cache)
     if dtype == torch.float32:
         wanted = _exact_tile(rows)
     elif padded_head_dim(head_dim) > WIDE:
@@ -228,7 +233,11 @@ def _wide_decode_tile(rows: int, num_stages: int) -> Tile:
 
 
 def _decode_tile_sizes(
-    num_programs: int, keys_per_program: int, limits: DeviceLimits, is_split: bool
+    num_programs: int,
+    keys_per_program: int,
+    limits: DeviceLimits,
+    is_split: bool,
+    has_fp8_cache: bool,
 ) -> tuple[int, int, int]:
     """Return block_n, num_warps and num_stages."""
     if run_at_once(num_programs, limits):
@@ -240,7 +249,11 @@ def _decode_tile_sizes(
         return 32, 2, 3
     small = _waves_cost(num_programs, SMALL_TILES_RESIDENT, limits)
     large = _waves_cost(num_programs, LARGE_TILES_RESIDENT, limits)
-    return (64, 2, 3) if small < large else (128, 4, 3)
+    num_stages = 3
+    if has_fp8_cache:
+        is_one_wave = num_programs <= SMALL_TILES_RESIDENT * limits.num_sms
+        num_stages = FP8_ONE_WAVE_STAGES if is_one_wave else FP8_STAGES
+    return (64, 2, num_stages) if small < large else (128, 4, num_stages)
 
 
 def _waves_cost(num_programs: int, residents: int, limits: DeviceLimits) -> int:
@@ -320,7 +333,11 @@ def length_bounds(
         )
         num_programs, keys = num_seqs * num_kv_heads * splits, -(-bound // splits)
         is_cut = pays_to_cut(num_seqs, bound, splits)
-        return splits, is_cut, *_decode_tile_sizes(num_programs, keys, limits, splits > 1)
+        return (
+            splits,
+            is_cut,
+            *_decode_tile_sizes(num_programs, keys, limits, splits > 1, has_fp8_cache),
+        )
 
     differing = [bound for bound, larger in pairwise(bounds) if launch(bound) != launch(larger)]
     return [*differing, longest]

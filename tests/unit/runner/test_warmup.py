@@ -166,7 +166,10 @@ def test_the_sweep_of_decodes_takes_every_kernel_that_a_decode_takes(
         )
         keys = -(-longest // splits)
         num_programs = num_seqs * num_kv_heads * splits
-        tile = decode_tile(num_programs, keys, 4, 128, torch.bfloat16, device, is_split=splits > 1)
+        tile = decode_tile(
+            num_programs, keys, 4, 128, torch.bfloat16, device,
+            is_split=splits > 1, has_fp8_cache=has_fp8_cache,
+        )  # fmt: skip
         return splits > 1, run_at_once(num_programs, device), tile
 
     state, swept = request_state(limits), set()
