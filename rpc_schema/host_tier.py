@@ -55,3 +55,10 @@ class HostTierStatus(Value, frozen=True, kw_only=True):
     """Blocks sent to another group (rpc_schema/kv_transfer.py)."""
     num_received: Unsigned = 0
     """Blocks received from another group."""
+    num_restored: Unsigned = 0
+    """Blocks that were taken over from an earlier daemon (worker-daemon serve --kv-host-dir)."""
+    num_rejected: Unsigned = 0
+    """Blocks of earlier daemons that were not: damaged, or of other weights or another layout."""
+    file_bytes: Unsigned = 0
+    """Size of the file that is left to the next daemon, with checksums and index; 0: there is
+    none."""

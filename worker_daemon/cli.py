@@ -165,6 +165,13 @@ def serve(
         int | None,
         typer.Option(help="host memory for KV blocks, at most; default: what the host has free"),
     ] = None,
+    kv_host_dir: Annotated[
+        str | None,
+        typer.Option(
+            help="leave KV blocks in host memory to the next daemon, by a file in this directory "
+            "of a tmpfs; default: they end with the daemon"
+        ),
+    ] = None,
     kv_file_dir: Annotated[
         str | None,
         typer.Option(help="keep files of KV blocks in this directory; default: none are kept"),

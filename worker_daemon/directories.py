@@ -3,6 +3,7 @@ directories and opens files there."""
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Mapping
@@ -111,6 +112,30 @@ def open_own_file(path: Path, flags: int, mode: int = 0o600) -> int:
         return fd
     os.close(fd)
     raise OSError(errno.EPERM, "it is not a regular file of this user", str(path))
+
+
+def lock_directory(directory: Path, content: str, field: str) -> int:
+    """Return a descriptor that locks a claimed directory until it is closed, or the process ends.
+
+    content: what daemons keep there, for errors; field: the option that names it.
+
+    Raises:
+        ConfigError: another daemon has it.
+        StartLaterError: there is no room for a lock now.
+    """
+    path = directory / "lock"
+    try:
+        fd = open_own_file(path, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        what = f"{path} cannot be opened: {error.strerror}"
+        raise unusable(error, what, field, directory) from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        problem = f"another daemon keeps its {content} in {directory}"
+        raise config_error(field, str(directory), problem, "give each daemon its own") from error
+    return fd
 
 
 def replace_own_file(path: Path, content: bytes) -> None:

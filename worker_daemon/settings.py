@@ -43,6 +43,7 @@ KEYS: Final = (
     "allow-download",
     "upload-memory-bytes",
     "max-kv-host-memory-bytes",
+    "kv-host-dir",
     "kv-file-dir",
     "kv-file-bytes",
     "metrics-listen",
@@ -136,6 +137,8 @@ class ProcessSettings:
     """Limit on host memory for a driver's uploads."""
     max_kv_host_memory_bytes: int | None
     """Limit on host memory for the host tier; None: what the host has free."""
+    kv_host_dir: Path | None
+    """Directory in which the host tier outlives this daemon; None: it ends with it."""
     kv_file_dir: Path | None
     """Directory of this daemon's files of KV blocks; None: it keeps none."""
     kv_file_bytes: int
@@ -401,6 +404,7 @@ def build_settings(given: Given) -> ProcessSettings:
         allow_download=_switch(given, "allow-download"),
         upload_memory_bytes=_bytes(given, "upload-memory-bytes", DEFAULT_UPLOAD_MEMORY_BYTES),
         max_kv_host_memory_bytes=_most_bytes(given, "max-kv-host-memory-bytes"),
+        kv_host_dir=_path(given, "kv-host-dir"),
         kv_file_dir=_own_directory(given, "kv-file-dir", "KV blocks"),
         kv_file_bytes=_bytes(given, "kv-file-bytes", DEFAULT_KV_FILE_BYTES),
         metrics_listen=_text(given, "metrics-listen", ""),

@@ -36,6 +36,7 @@ _DEFAULTS_IN_WORDS: Final[Mapping[str, str]] = {
     "data-interface": "lo",
     "gpu-lock-dir": "/run/lock or /tmp",
     "max-kv-host-memory-bytes": "what the host has free",
+    "kv-host-dir": "none: the host tier ends with the daemon",
     "kv-file-dir": "none: no KV blocks are kept in files",
     "metrics-listen": "none",
     "metrics-token-file": "none",

@@ -308,6 +308,7 @@ def main(patch: pytest.MonkeyPatch) -> None:
         compiler: None,
         hub: HubSettings,
         max_kv_host_bytes: int | None,
+        kv_host_dir: Path | None,
         kv_file_dir: Path | None,
         kv_file_bytes: int,
     ) -> object:

@@ -1,4 +1,4 @@
-"""Daemons that keep KV blocks in files, and what happens to such files."""
+"""Daemons that leave KV blocks to their successors, and what happens to files of blocks."""
 
 import random
 import time
@@ -15,15 +15,22 @@ HEADER_BYTES = 128
 
 
 class FilingDaemons(ForkedDaemons):
-    """Local daemons with a directory each."""
+    """Local daemons with a directory each, given by an option."""
 
-    def __init__(self, num_daemons: int, model_root: Path, directory: Path, *options: str) -> None:
+    def __init__(
+        self,
+        num_daemons: int,
+        model_root: Path,
+        directory: Path,
+        *options: str,
+        option: str = "--kv-file-dir",
+    ) -> None:
         self.directories = [directory / str(rank) for rank in range(num_daemons)]
 
         def command(endpoint: str, device: str, pipe: int) -> Sequence[str]:
             own = str(self.directories[int(endpoint.rpartition("/w")[2])])
             root = ("--model-root", str(model_root), "--lora-root", str(model_root))
-            build = serve_command(*root, "--kv-file-dir", own, *options)
+            build = serve_command(*root, option, own, *options)
             return build(endpoint, device, pipe)
 
         super().__init__(["cpu"] * num_daemons, model_root, command=command)
@@ -32,6 +39,10 @@ class FilingDaemons(ForkedDaemons):
         """Kill -9 all of them, start successors, and return once these answer."""
         for pid in self.pids:
             kill_and_wait(pid)
+        self.restart()
+
+    def restart(self) -> None:
+        """Start successors of those that were killed, and return once these answer."""
         self.restart_dead()
         self._wait_until_ready(time.monotonic() + READY_TIMEOUT_S, READY_TIMEOUT_S)
 

@@ -2,15 +2,21 @@
 each slot hold after every step."""
 
 import random
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from rpc_schema.host_tier import HostTierMoves
+from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.device.host_rows import HostRows
+from worker_daemon.device.kept_memory import KeptMemory
+from worker_daemon.runner.connectors.block_identity import BlockIdentity
 from worker_daemon.runner.connectors.checksums import BlockParts
-from worker_daemon.runner.connectors.host_tier import HostTier
+from worker_daemon.runner.connectors.host_tier import HostTier, KeptSlots
+from worker_daemon.runner.connectors.tier_index import SlotLayout, TierIndex
 from worker_daemon.runner.kv_cache import BlockPages, KVMemory
 from worker_daemon.runner.parts.registry import make_parts
 from worker_daemon.runner.request_state import RequestState
@@ -20,6 +26,7 @@ from worker_daemon.sample.sampler import TorchSampling
 TAG = b"tag"
 HASH_BYTES = 17
 NUM_BLOCKS, NUM_SLOTS = 12, 9
+FROM_FILES = SourceIdentity(b"content", b"place", b"stamps")
 
 
 def moves_of(stores=(), loads=(), **fields):
@@ -36,10 +43,49 @@ def moves_of(stores=(), loads=(), **fields):
     return HostTierMoves(**({"block_tag": TAG, "hash_bytes": HASH_BYTES} | found | fields))
 
 
+class KeptTier:
+    """The memory of a tier that outlives its daemon. Steps up to last_good are known to have
+    succeeded."""
+
+    def __init__(
+        self, directory: Path, source: SourceIdentity = FROM_FILES, layout: bytes = b""
+    ) -> None:
+        self.source, self.layout = source, layout
+        self.memory = KeptMemory(directory)
+        self.last_good = 1 << 60
+
+    def open(self, layout: SlotLayout, weights: SimpleNamespace) -> KeptSlots:
+        report = {"version": weights.version, "identity": self.source}
+        weights.report = SimpleNamespace(state="whole", **report)
+        self.mapping = self.memory.open(layout.index_bytes, layout.total_bytes)
+        self.mapping.wait_until_there()
+        self.index = TierIndex(self.mapping, layout, BlockIdentity([weights], self.layout))
+        return KeptSlots(self.index, lambda epoch, seq: seq <= self.last_good)
+
+    def settle(self) -> None:
+        """Wait until no entry can be written any more."""
+        while self.index.num_waiting:
+            time.sleep(0.001)
+
+    def die(self) -> None:
+        """End without a word, as by SIGKILL. What was to be written is not."""
+        self.last_good = -1
+        self.index.close()
+        self.mapping.close()
+        self.memory.close()
+
+
 class ModelledTier:
     """The tier, its pages, and what they must hold."""
 
-    def __init__(self, rng: random.Random, device: str, words_per_page: int = 6) -> None:
+    def __init__(
+        self,
+        rng: random.Random,
+        device: str,
+        words_per_page: int = 6,
+        leaves: "KeptTier | None" = None,
+    ) -> None:
+        """leaves: the tier takes over what is there, and leaves its own."""
         self.rng = rng
         self.device = torch.device(device)
         self.pages = torch.zeros((3, NUM_BLOCKS, words_per_page * 4), dtype=torch.uint8)
@@ -52,10 +98,13 @@ class ModelledTier:
         limits = StepLimits(4, 16, 64, 40, 4, NUM_BLOCKS, num_host_blocks=NUM_SLOTS)
         self.state = RequestState(limits, make_parts(limits, self.device, TorchSampling()))
         sums = 4 * parts.checksum_words
-        self.rows = HostRows(NUM_SLOTS, blocks.block_bytes + sums, self.device)
-        self.rows.pin_ahead()
+        layout = SlotLayout(NUM_SLOTS, blocks.block_bytes + sums, sums)
         self.weights = SimpleNamespace(version=1)
-        self.tier = HostTier(blocks, self.rows, self.state, self.weights, parts)
+        kept = None if leaves is None else leaves.open(layout, self.weights)
+        mapping = None if leaves is None else leaves.mapping
+        self.rows = HostRows(NUM_SLOTS, layout.slot_bytes, self.device, mapping)
+        self.rows.pin_ahead()
+        self.tier = HostTier(blocks, self.rows, self.state, self.weights, parts, kept)
         self.seq = 0
         self.blocks = {b: self._content() for b in range(1, NUM_BLOCKS)}
         """Contents of each block: bytes of its pages and of its further page; None: NaN."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rpc_schema.errors import CapacityError
+from worker_daemon.device.kept_memory import KeptMapping
 from worker_daemon.device.pinned import page_lock, page_unlock
 
 PIECE_BYTES: Final = 256 << 20
@@ -37,20 +38,25 @@ class HostRows:
     """Owned by the worker. Its rows are read and written on the step thread; another thread locks
     their pages. close() frees the memory, once no copy is in progress."""
 
-    def __init__(self, num_rows: int, row_bytes: int, device: torch.device) -> None:
-        """Maps the memory, and touches none of it.
+    def __init__(
+        self,
+        num_rows: int,
+        row_bytes: int,
+        device: torch.device,
+        kept: KeptMapping | None = None,
+    ) -> None:
+        """Maps the memory, and touches none of it. kept: the rows are its body, which holds what
+        was left there, and stays the caller's.
 
         Raises:
             CapacityError: so much memory cannot be mapped.
         """
         self.size_bytes = num_rows * row_bytes
-        try:
-            own = mmap.mmap(-1, self.size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            problem = f"{self.size_bytes} bytes of host memory cannot be mapped"
-            raise CapacityError(problem, fix="a smaller kv_host_memory_bytes") from error
-        self.rows: Tensor = torch.frombuffer(own, dtype=torch.uint8).view(num_rows, row_bytes)
-        """uint8 [num_rows, row_bytes], zeros at first."""
+        memory = _private(self.size_bytes) if kept is None else kept.memory
+        offset = 0 if kept is None else kept.head_bytes
+        own = torch.frombuffer(memory, dtype=torch.uint8, count=self.size_bytes, offset=offset)
+        self.rows: Tensor = own.view(num_rows, row_bytes)
+        """uint8 [num_rows, row_bytes], zeros at first, unless they were kept."""
         self.rows_per_piece = max(1, PIECE_BYTES // row_bytes)
         """One copy must not cross pieces: CUDA copies within one locked range."""
         self._device = device
@@ -92,3 +98,11 @@ class HostRows:
                 return
             self._locked.append(piece)
             self.pinning.num_pinned += len(piece)
+
+
+def _private(num_bytes: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        problem = f"{num_bytes} bytes of host memory cannot be mapped"
+        raise CapacityError(problem, fix="a smaller kv_host_memory_bytes") from error

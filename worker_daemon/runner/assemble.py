@@ -65,7 +65,7 @@ from worker_daemon.runner.step_sampler import StepSampler
 from worker_daemon.runner.token_history import SampledTokens, TokenHistory
 from worker_host.draft_counts import DraftCounts
 
-OpenConnector: TypeAlias = Callable[[RequestState], KVConnector]
+OpenConnector: TypeAlias = Callable[[RequestState, TokenHistory], KVConnector]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ def assemble_runner(
         num_ranks=parallel.world_size,
         waits=waits,
         history=history,
-        connector=None if parts.open_connector is None else parts.open_connector(state),
+        connector=None if parts.open_connector is None else parts.open_connector(state, history),
         shared_experts=(
             None if parts.experts is None else SharedExperts(parts.experts, parts.stage)
         ),

@@ -9,6 +9,7 @@ so a note may arrive before or after the steps that it concerns.
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -25,13 +26,15 @@ _NOT_NOTED: Final = -1
 MAX_RECENT: Final = 64
 """Steps whose writes are gathered: a scattered write to the table takes microseconds, for one block
 or for many."""
+VERSION_BYTES: Final = 8
+"""Bytes of a version in a tag."""
 
 Hashes = npt.NDArray[np.uint8]
 
 
 def versioned_tag(tag: bytes, version: int) -> bytes:
     """Return a tag by which contents of another version of the weights never match."""
-    return version.to_bytes(8, "little") + tag
+    return version.to_bytes(VERSION_BYTES, "little") + tag
 
 
 class NotedBlocks(NamedTuple):
@@ -60,6 +63,9 @@ class BlockContents:
         """[num_blocks] the step as of which the block was noted."""
         self._hashes: Hashes = np.zeros((num_blocks, 0), np.uint8)
         self._tag = b""
+        self.on_loss: Callable[[Bools], None] | None = None
+        """Called with [num_blocks], True for those without known contents, whenever some may have
+        lost them but by store()."""
 
     @property
     def num_blocks(self) -> int:
@@ -80,12 +86,14 @@ class BlockContents:
         self._settle()
         keeps = (self._noted_at >= self._written_at) & (self._noted_at < seq)
         self._written_at[~keeps] = UNKNOWN
+        self._tell_lost(~keeps)
 
     def forget(self) -> None:
         """Record that no block has known contents any more. Until a step writes to a block, notes
         of it are void, also those that are on their way."""
         self._settle()
         self._written_at.fill(UNKNOWN)
+        self._tell_lost(np.ones(self.num_blocks, np.bool_))
 
     def end_epoch(self, last_seq: int) -> None:
         """Restart the count, and drop the notes that do not hold as of last_seq, the last step
@@ -95,6 +103,7 @@ class BlockContents:
         holds = (noted_at >= written_at) & (noted_at <= last_seq)
         noted_at[:] = np.where(holds, 0, _NOT_NOTED)
         written_at[written_at != UNKNOWN] = 0
+        self._tell_lost(~holds)
 
     # Control thread.
 
@@ -153,6 +162,10 @@ class BlockContents:
         return int(np.count_nonzero(self._noted_at >= self._written_at))
 
     # Both.
+
+    def _tell_lost(self, are_lost: Bools) -> None:
+        if self.on_loss is not None:
+            self.on_loss(are_lost)
 
     def _settle(self) -> None:
         """Move the recent writes to the table; of several to one block, the last counts."""

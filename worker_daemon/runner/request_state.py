@@ -144,6 +144,11 @@ class RequestState:
         """The last accepted step; None since the rows were dropped."""
         return self._record.newest
 
+    @property
+    def newest_epoch(self) -> int:
+        """The epoch of the last accepted step; 0 since the rows were dropped."""
+        return self._record.newest_epoch
+
     def are_current(self, slots: Int64s, generations: Int64s) -> Bools:
         """Return [R]: True where a slot still holds the request of that generation."""
         current: Bools = self._counts.live[slots] & (self.generation[slots] == generations)
@@ -500,6 +505,11 @@ class StepRecord:
     def newest(self) -> ScheduledStep | None:
         """The newest step."""
         return self._steps[-1][1] if self._steps else None
+
+    @property
+    def newest_epoch(self) -> int:
+        """See RequestState.newest_epoch."""
+        return self._steps[-1][0] if self._steps else 0
 
     def add(self, epoch: int, step: ScheduledStep) -> None:
         """Record an accepted step."""

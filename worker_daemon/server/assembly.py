@@ -13,6 +13,7 @@ from worker_daemon.contracts.uploads import FindUpload
 from worker_daemon.device import fault_watch, gauges, nvml
 from worker_daemon.device.fault_watch import FaultWatch
 from worker_daemon.device.gauges import Gauges
+from worker_daemon.device.kept_memory import KeptMemory
 from worker_daemon.kernel_compiler import KernelCompiler
 from worker_daemon.phases import SetPhase
 from worker_daemon.runner.connectors.block_files import BlockFiles
@@ -48,6 +49,7 @@ def run_daemon(settings: ProcessSettings) -> int:
             hub=hub_settings(settings),
             compiler=compiler,
             max_kv_host_bytes=settings.max_kv_host_memory_bytes,
+            kv_host_dir=settings.kv_host_dir,
             kv_file_dir=settings.kv_file_dir,
             kv_file_bytes=settings.kv_file_bytes,
         )
@@ -83,6 +85,7 @@ def make_worker(
     compiler: KernelCompiler | None = None,
     hub: HubSettings = NO_HUB,
     max_kv_host_bytes: int | None = None,
+    kv_host_dir: Path | None = None,
     kv_file_dir: Path | None = None,
     kv_file_bytes: int = DEFAULT_KV_FILE_BYTES,
 ) -> WorkerLike:
@@ -101,6 +104,7 @@ def make_worker(
     gc.freeze()
     gc.enable()
     find_device(device)
+    kept = None if kv_host_dir is None else KeptMemory(kv_host_dir)
     traffic = None if kv_file_dir is None else FileTraffic(BlockFiles(kv_file_dir, kv_file_bytes))
     return Worker(
         device,
@@ -115,6 +119,7 @@ def make_worker(
         hub=hub,
         max_kv_host_bytes=max_kv_host_bytes,
         kv_traffic=traffic,
+        kept_memory=kept,
     )
 
 

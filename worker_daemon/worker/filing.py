@@ -1,8 +1,5 @@
 """Decides which files of the daemon's directory have the KV blocks of a loaded model."""
 
-from hashlib import blake2b
-
-import msgspec
 import torch
 
 from rpc_schema.config import CacheConfig
@@ -13,6 +10,7 @@ from worker_daemon.runner.connectors.file_traffic import FileTraffic
 from worker_daemon.runner.connectors.filed_blocks import FiledBlocks
 from worker_daemon.worker.host_memory import block_bytes_of
 from worker_daemon.worker.loading import LoadedModel
+from worker_daemon.worker.naming_blocks import block_identity
 
 _FIELD = "cache.kv_files"
 
@@ -42,29 +40,9 @@ def open_filed_blocks(
     """
     if not model.config.cache.kv_files or traffic is None:
         return None
-    states = (model.weights, *(() if model.draft_weights is None else (model.draft_weights,)))
     return FiledBlocks(
         traffic,
-        states,
-        _layout(plan, model, parallel),
+        block_identity(plan, model, parallel),
         block_bytes_of(plan, _FIELD, True),
         page_locks=device.type == "cuda",
     )
-
-
-def _layout(plan: KVCacheConfig, model: LoadedModel, parallel: ParallelState) -> bytes:
-    """Return a digest of all that decides the bytes of a block but weights and tokens. More than
-    that, such as the model's place, only means that fewer blocks are found."""
-    config = model.config
-    known = (
-        config.model,
-        config.speculative,
-        config.cache.kv_cache_dtype,
-        str(model.resolved.dtype),
-        plan.block_size,
-        plan.groups,
-        plan.draft_layers,
-        model.kv_cache_specs,
-        (parallel.pp_size, parallel.pp_rank, parallel.tp_size, parallel.tp_rank),
-    )
-    return blake2b(msgspec.json.encode(known), digest_size=32).digest()

@@ -1,5 +1,8 @@
 """Opens the host tier's memory, within what the daemon's operator and the host allow."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 
 from rpc_schema.config import CacheConfig
@@ -7,26 +10,64 @@ from rpc_schema.errors import CapacityError
 from rpc_schema.kv_cache import KVCacheConfig, KVPages, LatentPages, RowState
 from worker_daemon.device.backup import RESERVE_BYTES, host_room_bytes
 from worker_daemon.device.host_rows import HostRows
+from worker_daemon.device.kept_memory import KeptMapping, KeptMemory
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.errors import config_error
 from worker_daemon.layers.cache_spec import KVLayerSpec
+from worker_daemon.runner.connectors.block_identity import BlockIdentity
 from worker_daemon.runner.connectors.checksums import WORD_BYTES, BlockParts
 from worker_daemon.runner.connectors.staging import staging_device_bytes
+from worker_daemon.runner.connectors.tier_index import SlotLayout, TierIndex
 from worker_daemon.worker.loading import LoadedModel
 
 _FIELD = "cache.kv_host_memory_bytes"
 
 
-def check_host_memory(cache: CacheConfig, most_bytes: int | None) -> None:
-    """Check the size of the host tier against the daemon's bound.
+@dataclass(slots=True)
+class TierMemory:
+    """The memory of a plan's host tier. Owned by the worker."""
+
+    rows: HostRows
+    mapping: KeptMapping | None = None
+    """Memory of the rows, if they outlive the daemon."""
+    index: TierIndex | None = None
+    """Contents of the rows then."""
+
+    @property
+    def is_there(self) -> bool:
+        """True if rows may be written to. Any thread may ask."""
+        return self.mapping is None or self.mapping.is_there
+
+    def wait_until_there(self) -> None:
+        """Wait until rows may be written to. Raises: see KeptMapping.wait_until_there."""
+        if self.mapping is not None:
+            self.mapping.wait_until_there()
+
+    def close(self) -> None:
+        """Free it, but for what outlives the daemon. No copy is in progress."""
+        self.rows.close()
+        if self.index is not None:
+            self.index.close()
+        if self.mapping is not None:
+            self.mapping.close()
+
+
+def check_host_memory(
+    cache: CacheConfig, most_bytes: int | None, kept: KeptMemory | None = None
+) -> None:
+    """Check the size of the host tier against the daemon's bound, and against the room for it.
+    kept: where it outlives the daemon.
 
     Raises:
         ConfigError: the operator allows less.
+        CapacityError: there is too little room where it outlives the daemon.
     """
     size = cache.kv_host_memory_bytes
     if most_bytes is not None and size > most_bytes:
         problem = "the daemon was started with --max-kv-host-memory-bytes of less"
         raise config_error(_FIELD, size, problem, f"at most {most_bytes}, or raise that")
+    if kept is not None:
+        kept.check_room(size)
 
 
 def block_parts(plan: KVCacheConfig, model: LoadedModel, parallel: ParallelState) -> BlockParts:
@@ -74,15 +115,22 @@ def can_move(parts: BlockParts, plan: KVCacheConfig) -> bool:
     return len(plan.groups) == 1 and bool(parts.layers) and not parts.further
 
 
-def open_host_rows(
-    plan: KVCacheConfig, cache: CacheConfig, device: torch.device, checksum_bytes: int
-) -> HostRows | None:
+def open_tier_memory(
+    plan: KVCacheConfig,
+    cache: CacheConfig,
+    device: torch.device,
+    checksum_bytes: int,
+    kept: KeptMemory | None = None,
+    identify: Callable[[SlotLayout], BlockIdentity] | None = None,
+) -> TierMemory | None:
     """Return the memory of a plan's host tier, a row for each slot; None if it has none.
-    checksum_bytes: of a block, in addition to what is configured.
+    checksum_bytes: of a block, in addition to what is configured. kept: where it outlives the
+    daemon. identify: names its blocks then.
 
     Raises:
-        ConfigError: the tier is larger than configured, or a page is no whole number of words.
-        CapacityError: the host has too little memory free.
+        ConfigError: the tier is larger than configured, a page is no whole number of words, or the
+            file is not this user's alone.
+        CapacityError: the host, or the place where it outlives the daemon, has too little memory.
     """
     if not plan.num_host_blocks:
         return None
@@ -95,16 +143,22 @@ def open_host_rows(
         fix = f"at most {cache.kv_host_memory_bytes // max(1, block_bytes)}"
         field = "kv_cache_config.num_host_blocks"
         raise config_error(field, plan.num_host_blocks, problem, fix)
+    layout = SlotLayout(plan.num_host_blocks, block_bytes + checksum_bytes, checksum_bytes)
+    size = layout.num_slots * layout.slot_bytes
+    held = 0 if kept is None else kept.held_bytes
     room = host_room_bytes() - RESERVE_BYTES
-    size += plan.num_host_blocks * checksum_bytes
-    if size > room:
+    if size - held > room:
         raise CapacityError(
             f"the host tier takes {size} bytes, and the host has {max(0, room)} to give",
             field=_FIELD,
             value=cache.kv_host_memory_bytes,
             fix=f"at most {max(0, room)}, or free host memory",
         )
-    return HostRows(plan.num_host_blocks, block_bytes + checksum_bytes, device)
+    if kept is None or identify is None:
+        return TierMemory(HostRows(layout.num_slots, layout.slot_bytes, device))
+    mapping = kept.open(layout.index_bytes, layout.total_bytes)
+    rows = HostRows(layout.num_slots, layout.slot_bytes, device, mapping)
+    return TierMemory(rows, mapping, TierIndex(mapping, layout, identify(layout)))
 
 
 def block_bytes_of(plan: KVCacheConfig, field: str, value: object) -> int:

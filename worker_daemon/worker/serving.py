@@ -35,6 +35,7 @@ from worker_daemon.runner.routed_experts import StageRouting
 from worker_daemon.runner.rows_drafts import RowsDrafts, read_deferred, read_drafts
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.stage_program import EagerProgram
+from worker_daemon.runner.token_history import TokenHistory
 from worker_daemon.runner.warmup import (
     SyntheticStep,
     decode_lengths,
@@ -53,7 +54,7 @@ from worker_daemon.worker.rank_device import OpenedDevice
 from worker_daemon.worker.resolve import pooling_support
 from worker_host.draft_counts import DraftCounts
 
-OpenConnector: TypeAlias = Callable[[BlockPages, RequestState], KVConnector]
+OpenConnector: TypeAlias = Callable[[BlockPages, RequestState, TokenHistory], KVConnector]
 """Opens a KV connector over the blocks of a KV cache."""
 
 

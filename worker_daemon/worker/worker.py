@@ -28,6 +28,7 @@ from rpc_schema.errors import CommError, StateError
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.operations import StepMessage
 from rpc_schema.step import Done, ExecuteDummyBatch, ExecuteModel, SampleTokens
+from rpc_schema.version import SOFTWARE_VERSION
 from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.contracts.hub import NO_HUB, HubSettings
 from worker_daemon.contracts.uploads import FindUpload, no_uploads
@@ -38,8 +39,8 @@ from worker_daemon.device.failures import (
     typed_device_error,
 )
 from worker_daemon.device.health import CheckDevice, open_health
-from worker_daemon.device.host_rows import HostRows
 from worker_daemon.device.init import device_name
+from worker_daemon.device.kept_memory import KeptMemory
 from worker_daemon.device.memory import MemorySource
 from worker_daemon.device.memory_sources import memory_source
 from worker_daemon.errors import config_error
@@ -48,27 +49,31 @@ from worker_daemon.models.saving import Saver, SaveReport, SaveRequest
 from worker_daemon.models.tensor_bytes import checksum
 from worker_daemon.models.tensorized import TENSORIZER_PATTERN, tensorizer_files
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
+from worker_daemon.runner.connectors.block_identity import BlockIdentity
 from worker_daemon.runner.connectors.checksums import WORD_BYTES
 from worker_daemon.runner.connectors.file_traffic import FileTraffic
 from worker_daemon.runner.connectors.filed_blocks import FiledBlocks
 from worker_daemon.runner.connectors.files import FileConnector
-from worker_daemon.runner.connectors.host_tier import HostTier
+from worker_daemon.runner.connectors.host_tier import HostTier, KeptSlots
 from worker_daemon.runner.connectors.interface import KVConnector
 from worker_daemon.runner.connectors.peers import PeerTransfers, ShardPlace, SharedSlots
+from worker_daemon.runner.connectors.tier_index import FORMAT, SlotLayout
 from worker_daemon.runner.kv_cache import BlockPages, KVMemory
 from worker_daemon.runner.output import PendingOutput
 from worker_daemon.runner.request_state import RequestState
+from worker_daemon.runner.token_history import TokenHistory
 from worker_daemon.worker.describing import describe, memory_by_kind
 from worker_daemon.worker.description import WorkerDescription
 from worker_daemon.worker.expert_moves import ExpertMover
 from worker_daemon.worker.filing import check_kv_files, open_filed_blocks
 from worker_daemon.worker.frozen_start import FrozenStart
 from worker_daemon.worker.host_memory import (
+    TierMemory,
     block_parts,
     can_move,
     check_host_memory,
     connector_bytes,
-    open_host_rows,
+    open_tier_memory,
 )
 from worker_daemon.worker.loading import (
     LoadedModel,
@@ -79,6 +84,7 @@ from worker_daemon.worker.loading import (
 )
 from worker_daemon.worker.memory_ledger import memory_line
 from worker_daemon.worker.memory_profile import check_step_deadline, profile_memory
+from worker_daemon.worker.naming_blocks import block_identity
 from worker_daemon.worker.profiling import PlainTrace, Profiler, ProfileRequest
 from worker_daemon.worker.rank_device import RankDevice
 from worker_daemon.worker.resolve import pooling_support
@@ -110,13 +116,15 @@ class Worker:
         hub: HubSettings = NO_HUB,
         max_kv_host_bytes: int | None = None,
         kv_traffic: FileTraffic | None = None,
+        kept_memory: KeptMemory | None = None,
     ) -> None:
         """Touches no device before init_device. save_root: directory of saved weights; None: saving
         is refused. profile_dir: directory of traces; None: traces are refused. num_threads:
         torch's, if the user set it. lora_roots: directories of LoRA adapters; empty: adapters are
         refused. compiler: see profile_memory; not closed here. hub: of models by name.
         max_kv_host_bytes: most host memory of the host tier; None: what the host has free.
-        kv_traffic: with the files of KV blocks, closed here; None: files are refused."""
+        kv_traffic: with the files of KV blocks, closed here; None: files are refused. kept_memory:
+        where the host tier outlives the daemon, closed here; None: it does not."""
         self._roots = Roots(model_roots, save_root, lora_roots, hub)
         self._saver = Saver(save_root)
         self._profiler = Profiler(profile_dir, self._settle_transfers)
@@ -136,8 +144,10 @@ class Worker:
         self._peers: PeerTransfers | None = None
         """Moves blocks of the host tier to other groups, and from there; None without a tier, and
         for blocks that only this group can read."""
-        self._host_rows: HostRows | None = None
-        """The host tier's memory. Like the KV cache it outlives drivers, and ends with a reset."""
+        self._tier: TierMemory | None = None
+        """The host tier's memory. Like the KV cache it outlives drivers, and ends with a reset, but
+        for what is in _kept_memory."""
+        self._kept_memory = kept_memory
         self._kv_traffic = kv_traffic
         self._filed: FiledBlocks | None = None
         """The files of the model's KV blocks; None if it keeps none."""
@@ -166,7 +176,7 @@ class Worker:
         began = time.monotonic()
         self._set_phase("LOADING", LONG_OPERATION_S)
         opened = self._device.opened
-        check_host_memory(message.cache, self._max_kv_host_bytes)
+        check_host_memory(message.cache, self._max_kv_host_bytes, self._kept_memory)
         check_kv_files(message.cache, self._kv_traffic)
         with opened.ledger.taking("weights"):
             model = load(message, opened.place, self._roots, self._set_phase)
@@ -229,13 +239,9 @@ class Worker:
             problem = "the model was loaded for another block size"
             fix = str(model.config.cache.block_size)
             raise config_error("kv_cache_config.block_size", plan.block_size, problem, fix)
-        self._close_host_rows()
+        self._close_tier()
         device = opened.place.device
-        checksum_bytes = 0
-        if plan.num_host_blocks:
-            parts = block_parts(plan, model, opened.place.parallel)
-            checksum_bytes = WORD_BYTES * parts.checksum_words
-        self._host_rows = open_host_rows(plan, model.config.cache, device, checksum_bytes)
+        self._tier = self._open_tier(plan)
         self._filed = open_filed_blocks(
             plan, model, opened.place.parallel, device, self._kv_traffic
         )
@@ -280,8 +286,8 @@ class Worker:
         """
         began = time.monotonic()
         serving = self._serving
-        if self._host_rows is not None:
-            self._host_rows.stop_pinning()
+        if self._tier is not None:
+            self._tier.rows.stop_pinning()
         if serving.is_warm:
             serving.warm_up_again(message)
         else:
@@ -293,8 +299,9 @@ class Worker:
             self._model.memory.prepare()
             _LOG.info("%d graphs, ready in %.1f s", serving.num_graphs, time.monotonic() - began)
             self._log_memory()
-        if self._host_rows is not None:
-            self._host_rows.pin_ahead()
+        if self._tier is not None:
+            self._tier.wait_until_there()
+            self._tier.rows.pin_ahead()
         serving.runner.state.contents.forget()  # synthetic steps have written to blocks
         seconds = time.monotonic() - began
         return lc.CompileOrWarmUpModelReply(**self._identity(message), seconds=seconds)
@@ -777,12 +784,12 @@ class Worker:
         self._profiler.link_left(self._device.leave_link())
         with self._meeting:
             link = self._device.relink(message.rendezvous)
-        if self._host_rows is not None:
-            self._host_rows.stop_pinning()
+        if self._tier is not None:
+            self._tier.rows.stop_pinning()
         if serving is not None:
             serving.rebind_stage(link, restore_graphs=not message.warm_up_follows)
-        if self._host_rows is not None and not message.warm_up_follows:
-            self._host_rows.pin_ahead()
+        if self._tier is not None and not message.warm_up_follows:
+            self._tier.rows.pin_ahead()
         return Done(**self._identity(message))
 
     def reset(self, message: lc.Reset) -> Done:
@@ -791,7 +798,7 @@ class Worker:
         if self._serving_or_none is not None and message.to != "CREATED":
             with suppress(CommError):  # a lost neighbor no longer needs the messages
                 self._serving_or_none.runner.settle()
-        self._close_host_rows()
+        self._close_tier()
         self._serving_or_none = None
         self._transfer.interrupt("the group was reset")
         opened = self._device.opened_or_none
@@ -867,7 +874,9 @@ class Worker:
         rest."""
         self._profiler.end()
         self._transfer.close_engine()
-        self._close_host_rows()
+        self._close_tier()
+        if self._kept_memory is not None:
+            self._kept_memory.close()
         if self._kv_traffic is not None:
             self._kv_traffic.close()
         # Graphs first: NCCL releases a communicator only once no graph holds its kernels.
@@ -878,7 +887,10 @@ class Worker:
 
     def describe(self) -> WorkerDescription:
         """Describe the loaded objects on the device, and the memory by use."""
-        peers = None if self._serving_or_none is None else self._peers
+        has_slots = self._serving_or_none is not None and (
+            self._tier is None or self._tier.is_there
+        )
+        peers = self._peers if has_slots else None
         return describe(self._device, self._model_or_none, self._serving_or_none, peers)
 
     # Parts.
@@ -916,37 +928,67 @@ class Worker:
             kv,
             self._set_phase,
             self._find_upload,
-            partial(self._open_connector, plan) if self._host_rows or self._filed else None,
+            partial(self._open_connector, plan) if self._tier or self._filed else None,
+        )
+
+    def _open_tier(self, plan: KVCacheConfig) -> TierMemory | None:
+        """Return the memory of a plan's host tier, if it has one; else remove what was kept of
+        another. Raises: see open_tier_memory."""
+        opened, model, kept = self._device.opened, self._model, self._kept_memory
+        if not plan.num_host_blocks:
+            if kept is not None:
+                kept.remove()
+            return None
+        device, parallel = opened.place.device, opened.place.parallel
+        parts = block_parts(plan, model, parallel)
+
+        def identify(layout: SlotLayout) -> BlockIdentity:
+            form = (FORMAT, SOFTWARE_VERSION, device.type, layout, parts)
+            return block_identity(plan, model, parallel, *form)
+
+        return open_tier_memory(
+            plan,
+            model.config.cache,
+            device,
+            WORD_BYTES * parts.checksum_words,
+            kept,
+            identify,
         )
 
     def _open_connector(
-        self, plan: KVCacheConfig, pages: BlockPages, state: RequestState
+        self, plan: KVCacheConfig, pages: BlockPages, state: RequestState, history: TokenHistory
     ) -> KVConnector:
         if self._filed is not None:
             return FileConnector(pages, self._filed, state)
-        assert self._host_rows is not None, "otherwise there is no connector"
-        rows, weights = self._host_rows.rows, self._model.weights
+        tier_memory, weights = self._tier, self._model.weights
+        assert tier_memory is not None, "otherwise there is no connector"
+        index = tier_memory.index
         parallel = self._device.opened.place.parallel
         parts = block_parts(plan, self._model, parallel)
-        tier = HostTier(pages, self._host_rows, state, weights, parts)
+        kept = None if index is None else KeptSlots(index, history.has_confirmed)
+        tier = HostTier(pages, tier_memory.rows, state, weights, parts, kept)
         if can_move(parts, plan):
             place = ShardPlace(parallel.pp_rank, parallel.tp_rank, plan.groups[0].dtype, parts)
             slots = SharedSlots(
-                rows, tier.arrivals, tier.counts, tier.have_left, state.host_contents
+                tier_memory.rows.rows,
+                tier.arrivals,
+                tier.counts,
+                tier.have_left,
+                state.host_contents,
             )
             self._peers = PeerTransfers(place, slots, weights, self._meeting)
         return tier
 
-    def _close_host_rows(self) -> None:
+    def _close_tier(self) -> None:
         """Free the memory of the host tier, once no copy is in progress."""
         self._close_peers()
-        if self._host_rows is None:
+        if self._tier is None:
             return
         serving = self._serving_or_none
         if serving is not None and serving.runner.connector is not None:
             serving.runner.connector.settle()
-        self._host_rows.close()
-        self._host_rows = None
+        self._tier.close()
+        self._tier = None
 
     def _close_peers(self) -> None:
         """Leave the other groups, whose blocks would come to memory that nobody reads."""

@@ -122,16 +122,19 @@ def _advice(advice: KVCacheAdvice) -> str:
 
 
 def _host_tier(tier: HostTierStatus) -> str:
-    return (
-        f"{tier.num_held} of {tier.num_slots} slots held, {tier.size_bytes // MIB} MiB; "
+    parts = [
+        f"{tier.num_held} of {tier.num_slots} slots held, {tier.size_bytes // MIB} MiB",
         f"{tier.num_stored} blocks stored, {tier.num_loaded} loaded, {tier.num_invalid} of these "
-        "invalid"
-        + (
-            f"; {tier.num_sent} sent to another group, {tier.num_received} received"
-            if tier.num_sent or tier.num_received
-            else ""
+        "invalid",
+    ]
+    if tier.num_sent or tier.num_received:
+        parts.append(f"{tier.num_sent} sent to another group, {tier.num_received} received")
+    if tier.file_bytes:
+        parts.append(
+            f"in a file of {tier.file_bytes // MIB} MiB, {tier.num_restored} taken over from an "
+            f"earlier daemon, {tier.num_rejected} given up"
         )
-    )
+    return "; ".join(parts)
 
 
 def _kv_files(files: KVFilesStatus) -> str:

@@ -1,5 +1,5 @@
-"""A host tier that survives its driver: gives the scheduler what earlier drivers have left in the
-ranks' host memory, and tells it when that is lost."""
+"""A host tier that survives its driver, and maybe its daemons: gives the scheduler what all ranks
+have in host memory, at first and after a rank was replaced."""
 
 import logging
 from collections.abc import Iterator
@@ -28,16 +28,16 @@ class TieredScheduler(Protocol):
         """See RestoringScheduler."""
 
     def restore_host_tier(self, slots: CachedBlocks) -> int:
-        """Take slots with known contents, by their numbers as block ids, before the first step;
-        return how many were taken."""
+        """Take slots with known contents, by their numbers as block ids, before the first step or
+        after forget_host_tier(); return how many were taken."""
 
     def forget_host_tier(self) -> None:
-        """Drop all contents: a rank has lost them."""
+        """Drop all contents: a rank may have lost them."""
 
 
 class RestoredTierPart(DriverPart):
-    """Begins a driver with the host memory of earlier ones. Slots that only some ranks have filled
-    are left out, so a rank that was started since leaves none."""
+    """Begins a driver with the host memory of earlier ones, and goes on with what a replaced rank
+    has taken over. Slots that only some ranks have filled are left out."""
 
     def __init__(
         self, context: DriverContext, scheduler: TieredScheduler, *, restores: bool
@@ -45,22 +45,25 @@ class RestoredTierPart(DriverPart):
         """restores: False begins with empty slots."""
         self._scheduler = scheduler
         prefixes: GroupPrefixes | None = getattr(context.group, "prefixes", None)
-        if restores and prefixes is not None:
-            self._restore(prefixes)
+        self._prefixes = prefixes if restores else None
+        self._restore()
 
     def group_replaced(self) -> None:
         self._scheduler.forget_host_tier()
+        self._restore()
 
-    def _restore(self, prefixes: GroupPrefixes) -> None:
-        scheduler = self._scheduler
+    def _restore(self) -> None:
+        scheduler, prefixes = self._scheduler, self._prefixes
+        if prefixes is None:
+            return
         try:
             slots = prefixes.get(scheduler.prefix_tag, in_host_tier=True)
         except WorkerDaemonError as error:
-            _LOG.warning("the host memory of earlier drivers is not used: %s", error)
+            _LOG.warning("what the ranks have in host memory is not used: %s", error)
             return
         num_restored = scheduler.restore_host_tier(slots)
         if num_restored:
-            _LOG.info("restored %d blocks of earlier drivers in host memory", num_restored)
+            _LOG.info("restored %d blocks in host memory", num_restored)
 
 
 def host_tier_parts(context: DriverContext, *, restores: bool) -> Iterator[RestoredTierPart]:

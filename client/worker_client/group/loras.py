@@ -334,9 +334,9 @@ class GroupLoras:
 
     def restore(self, newcomers: Collection[int]) -> None:
         """Give newly loaded ranks the adapters that all ranks had, from their files. One that
-        cannot be read there, or whose weights were updated since, is removed from the other ranks
-        too; only its requests fail. So is one that only some ranks have added before one was
-        lost."""
+        cannot be read there, or whose files or weights were changed since, is removed from the
+        other ranks too; only its requests fail. So is one that only some ranks have added before
+        one was lost."""
         for adapter in list(self._known.values()):
             name, lora_id, version, is_pinned = (
                 adapter.name,
@@ -350,7 +350,15 @@ class GroupLoras:
                     if time.monotonic() >= deadline:
                         raise DeadlineExceeded(f"reading adapter {name!r}", ADD_TIMEOUT_S)
                     time.sleep(_POLL_S)
-                self.commit(name, lora_id, version)
+                found = self.commit(name, lora_id, version).adapter.identity
+                # KV of the former files may be in the memory that a rank has taken over.
+                if found.content != adapter.identity.content:
+                    raise ContentMismatchError(
+                        "its files or its weights have changed",
+                        field="name",
+                        value=name,
+                        fix="add it again",
+                    )
                 if is_pinned:
                     self.pin(lora_id)
             except (WorkerError, DeadlineExceeded, ContentMismatchError) as error:

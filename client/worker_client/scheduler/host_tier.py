@@ -166,17 +166,18 @@ class TierSlots:
         self._forget_plan()
 
     def restore(self, slots: CachedBlocks) -> int:
-        """Take the contents that an earlier driver has left, before the first step; return how
-        many. slots: with their numbers as block ids."""
+        """Take the contents that an earlier driver has left, before the first step, or after all
+        were forgotten; return how many. slots: with their numbers as block ids."""
+        reserved = {slot for slot, _ in self._reserved.values()}
         raw, width = slots.hashes.tobytes(), slots.hashes.shape[1]
         for index, slot in enumerate(slots.block_ids.tolist()):
             key = raw[index * width : (index + 1) * width]
-            if slot < self._num_slots and key not in self._slot_of:
+            if slot < self._num_slots and slot not in reserved and key not in self._slot_of:
                 self._slot_of[key] = slot
-        taken = {*self._slot_of.values()}
+        taken = {*self._slot_of.values()} | reserved
         self._num_taken = max(taken, default=-1) + 1
         self._unused = [slot for slot in range(self._num_taken) if slot not in taken]
-        return len(taken)
+        return len(self._slot_of)
 
     def _take_slot(self) -> int | None:
         """Return a slot without contents, or that of the least recently used ones; None if the next

@@ -15,6 +15,7 @@ from tests.support.exhaustive import seeds
 from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.runner.connectors import staging
 from worker_daemon.runner.connectors.block_files import BlockFiles
+from worker_daemon.runner.connectors.block_identity import BlockIdentity
 from worker_daemon.runner.connectors.file_traffic import FileTraffic
 from worker_daemon.runner.connectors.filed_blocks import FiledBlocks
 from worker_daemon.runner.connectors.files import FileConnector
@@ -54,7 +55,7 @@ class Rank:
         self.state = RequestState(limits, make_parts(limits, CPU, TorchSampling()))
         self.traffic = FileTraffic(BlockFiles(directory, 1 << 20))
         states = [weights or weights_of()]
-        self.filed = FiledBlocks(self.traffic, states, layout, 72, page_locks=False)
+        self.filed = FiledBlocks(self.traffic, BlockIdentity(states, layout), 72, page_locks=False)
         self.connector = FileConnector(blocks, self.filed, self.state)
         self.seq = 0
 

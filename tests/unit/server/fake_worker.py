@@ -249,6 +249,7 @@ def make_fake_worker(
     compiler: None = None,
     hub: HubSettings = NO_HUB,
     max_kv_host_bytes: int | None = None,
+    kv_host_dir: Path | None = None,
     kv_file_dir: Path | None = None,
     kv_file_bytes: int = 0,
 ) -> FakeWorker:

@@ -9,7 +9,7 @@ from rpc_schema.config import CacheConfig
 from rpc_schema.errors import CapacityError, ConfigError
 from rpc_schema.kv_cache import KVCacheConfig
 from worker_daemon.worker import host_memory
-from worker_daemon.worker.host_memory import check_host_memory, open_host_rows
+from worker_daemon.worker.host_memory import check_host_memory, open_tier_memory
 from worker_daemon.worker.resolve import check_connector
 
 CPU = torch.device("cpu")
@@ -57,17 +57,17 @@ def test_the_operators_bound():
 )
 def test_plans_that_do_not_fit(fields, cache_bytes, said):
     with pytest.raises(ConfigError, match=said):
-        open_host_rows(plan(**fields), CacheConfig(kv_host_memory_bytes=cache_bytes), CPU, 0)
+        open_tier_memory(plan(**fields), CacheConfig(kv_host_memory_bytes=cache_bytes), CPU, 0)
 
 
 def test_the_hosts_memory(monkeypatch):
     cache = CacheConfig(kv_host_memory_bytes=64 * 8)
     monkeypatch.setattr(host_memory, "host_room_bytes", lambda: host_memory.RESERVE_BYTES + 511)
     with pytest.raises(CapacityError, match="at most 511"):
-        open_host_rows(plan(num_host_blocks=8), cache, CPU, 0)
+        open_tier_memory(plan(num_host_blocks=8), cache, CPU, 0)
     with pytest.raises(CapacityError, match="takes 518 bytes"):
-        open_host_rows(plan(num_host_blocks=7), cache, CPU, checksum_bytes=10)
-    rows = open_host_rows(plan(num_host_blocks=7), cache, CPU, checksum_bytes=8)
-    assert rows.rows.shape == (7, 72)
-    assert not rows.rows.any()
-    assert open_host_rows(plan(), cache, CPU, 8) is None
+        open_tier_memory(plan(num_host_blocks=7), cache, CPU, checksum_bytes=10)
+    rows = open_tier_memory(plan(num_host_blocks=7), cache, CPU, checksum_bytes=8).rows.rows
+    assert rows.shape == (7, 72)
+    assert not rows.any()
+    assert open_tier_memory(plan(), cache, CPU, 8) is None

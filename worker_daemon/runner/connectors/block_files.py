@@ -6,7 +6,6 @@ after a crash of the host a file may be short or hold other bytes, and is then a
 """
 
 import errno
-import fcntl
 import os
 import stat
 import struct
@@ -18,8 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from worker_daemon.directories import claim_directory, open_own_file, unusable
-from worker_daemon.errors import config_error
+from worker_daemon.directories import claim_directory, lock_directory, open_own_file
 
 FIELD: Final = "kv-file-dir"
 IDENTITY_BYTES: Final = 16
@@ -71,7 +69,7 @@ class BlockFiles:
         """
         self.most_bytes = most_bytes
         self._directory = claim_directory(directory, "KV blocks", FIELD)
-        self._lock_fd = _lock(self._directory)
+        self._lock_fd = lock_directory(self._directory, "KV blocks", FIELD)
         self._changing = threading.Lock()
         self._sizes: OrderedDict[FileName, int] = OrderedDict()
         """Size of each file in bytes, the least recently used first."""
@@ -192,23 +190,6 @@ class BlockFiles:
     def _path(self, name: FileName) -> Path:
         text = name.block_hash.hex()
         return self._directory / name.identity.hex() / text[:2] / text
-
-
-def _lock(directory: Path) -> int:
-    """Return a descriptor that locks a directory until it is closed. Raises as BlockFiles does."""
-    path = directory / "lock"
-    try:
-        fd = open_own_file(path, os.O_RDWR | os.O_CREAT)
-    except OSError as error:
-        what = f"{path} cannot be opened: {error.strerror}"
-        raise unusable(error, what, FIELD, directory) from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(fd)
-        problem = f"another daemon keeps its KV blocks in {directory}"
-        raise config_error(FIELD, str(directory), problem, "give each daemon its own") from error
-    return fd
 
 
 def _find(directory: Path) -> Iterator[tuple[int, int, FileName]]:

@@ -83,9 +83,9 @@ class BlockParts(NamedTuple):
         number and the word's place in the part alone."""
         size = self.rows * self.words
         heads = range(self.first_head, self.first_head + self.num_heads)
-        parts = [_keys(f"{layer} {head}", size) for layer in self.layers for head in heads]
+        parts = [named_keys(f"{layer} {head}", size) for layer in self.layers for head in heads]
         by_head = np.array(parts, np.int64).reshape(-1, self.num_heads, self.rows, self.words)
-        others = [_keys(f"further page {i}", count) for i, count in enumerate(self.further)]
+        others = [named_keys(f"further page {i}", count) for i, count in enumerate(self.further)]
         return np.concatenate([by_head.transpose(0, 2, 1, 3).ravel(), *others])
 
 
@@ -152,7 +152,7 @@ def numbers_of(hashes: _Hashes) -> Int64s:
     whole = np.zeros((num, -(-width // 8) * 8), np.uint8)
     whole[:, :width] = hashes
     words = whole.view(np.uint64)
-    factors = _keys("hash", words.shape[1]).view(np.uint64)
+    factors = named_keys("hash", words.shape[1]).view(np.uint64)
     numbers: Int64s = (words * factors).sum(axis=1, dtype=np.uint64).view(np.int64)
     return numbers
 
@@ -164,8 +164,9 @@ def digest(*fields: bytes | Sequence[bytes]) -> bytes:
     return blake2b(framed, digest_size=32).digest()
 
 
-def _keys(name: str, count: int) -> Int64s:
-    """Draw keys from a name: the same in every process, since Philox's raw numbers are fixed."""
+def named_keys(name: str, count: int) -> Int64s:
+    """Draw odd keys from a name: the same in every process, since Philox's raw numbers are
+    fixed."""
     seed = int.from_bytes(blake2b(name.encode(), digest_size=16).digest(), "little")
     drawn = np.random.Philox(key=seed).random_raw(count)
     keys: Int64s = (drawn | np.uint64(1)).view(np.int64)

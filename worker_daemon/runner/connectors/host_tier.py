@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -24,9 +24,13 @@ from worker_daemon.runner.block_contents import BlockContents, Hashes, versioned
 from worker_daemon.runner.connectors.checksums import BlockParts, PartChecksums, numbers_of
 from worker_daemon.runner.connectors.interface import Loaded
 from worker_daemon.runner.connectors.staging import BlockStaging
+from worker_daemon.runner.connectors.tier_index import TierIndex
 from worker_daemon.runner.kv_cache import BlockPages
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.scheduled_step import ScheduledStep
+
+_Add: TypeAlias = Callable[[slice, Callable[[], None] | None], None]
+"""Takes some of a step's slots, and what waits until their blocks are there; None: they are."""
 
 
 class Moves(NamedTuple):
@@ -62,6 +66,9 @@ class TierCounts:
     num_sent: int = 0
     """Written on the thread that sends to other groups."""
     num_received: int = 0
+    num_restored: int = 0
+    num_rejected: int = 0
+    file_bytes: int = 0
 
     def status(self) -> HostTierStatus:
         """Return the tier's state; counts of the last steps may lack."""
@@ -75,6 +82,9 @@ class TierCounts:
             num_invalid=self.num_invalid,
             num_sent=self.num_sent,
             num_received=self.num_received,
+            num_restored=self.num_restored,
+            num_rejected=self.num_rejected,
+            file_bytes=self.file_bytes,
         )
 
 
@@ -90,6 +100,14 @@ class ReceivedBlocks(NamedTuple):
     """[n, bytes of a hash]"""
 
 
+class KeptSlots(NamedTuple):
+    """Slots that outlive the daemon."""
+
+    entries: TierIndex
+    has_confirmed: Callable[[int, int], bool]
+    """Returns True if the step of an epoch and seq is known to have succeeded: for any thread."""
+
+
 class HostTier:
     """See KVConnector. Uses the host's rows, which outlive it only as long as the KV cache."""
 
@@ -100,9 +118,11 @@ class HostTier:
         state: RequestState,
         weights: WeightState,
         parts: BlockParts,
+        kept: KeptSlots | None = None,
     ) -> None:
         """pages: of the KV cache. memory: a row for each slot: a block, and its checksums. parts:
-        of a block."""
+        of a block. kept: begin with what an earlier daemon has left in memory, and leave that to
+        the next one; None: memory ends with the daemon."""
         self._host = memory.rows.view(torch.int32)
         """int32 [slots, R]"""
         self._memory = memory
@@ -116,6 +136,12 @@ class HostTier:
         """Loads whose outcomes are not counted yet."""
         size_bytes = len(self._host) * pages.block_bytes
         self.counts = TierCounts(state.host_contents, memory.pinning, size_bytes)
+        self._kept = kept
+        if kept is not None:
+            kept.entries.restore(state.host_contents)
+            self.counts.num_restored = kept.entries.num_restored
+            self.counts.num_rejected = kept.entries.num_rejected
+            self.counts.file_bytes = kept.entries.file_bytes
 
     def begin(self, step: ScheduledStep) -> Loaded | None:
         """See KVConnector."""
@@ -129,7 +155,9 @@ class HostTier:
         are_held = state.host_contents.hold(tag, moves.load_slots, moves.load_hashes)
         self._staging.begin_arrivals()
         if moves.store_slots.size:
-            leave = partial(self._leave, moves.store_slots, numbers_of(moves.store_hashes))
+            add = self._adding(tag, moves.store_slots, moves.store_hashes, step.seq)
+            numbers = numbers_of(moves.store_hashes)
+            leave = partial(self._leave, moves.store_slots, numbers, add)
             self._staging.store(moves.store_blocks, leave)
             state.host_contents.store(tag, moves.store_slots, moves.store_hashes, step.seq)
             self.counts.num_stored += moves.store_slots.size
@@ -159,10 +187,33 @@ class HostTier:
             if version == self._weights.version:
                 tag = versioned_tag(tag, version)
                 # As of the step before: the failure of this one is none of theirs.
+                add = self._adding(tag, slots, hashes, seq)
                 self._state.host_contents.store(tag, slots, hashes, seq - 1)
+                if add is not None:
+                    add(slice(None), None)
+
+    def _adding(self, tag: bytes, slots: Int32s, hashes: Hashes, seq: int) -> _Add | None:
+        """Let slots [n], whose bytes are about to change in the step of this seq, be in no index.
+        Return what adds some of them to the one that outlives the daemon, if there is one."""
+        if self._kept is None:
+            return None
+        entries, has_confirmed = self._kept
+        entries.replace(slots)
+        has_succeeded = partial(has_confirmed, self._state.newest_epoch, seq)
+
+        def add(part: slice, has_left: Callable[[], None] | None) -> None:
+            entries.add(tag, slots[part], hashes[part], has_left, has_succeeded)
+
+        return add
 
     def _leave(
-        self, slots: Int32s, numbers: Int64s, part: slice, rows: Tensor, checksums: Tensor
+        self,
+        slots: Int32s,
+        numbers: Int64s,
+        add: _Add | None,
+        part: slice,
+        rows: Tensor,
+        checksums: Tensor,
     ) -> None:
         """numbers: of the hashes, which checksums in host memory contain."""
         named = checksums + upload(numbers[part], rows.device)[:, None]
@@ -170,6 +221,8 @@ class HostTier:
         for row, slot, count in self._runs(slots[part]):
             target = self._host[slot : slot + count]
             target.copy_(rows[row : row + count], non_blocking=True)
+        if add is not None:
+            add(part, self._staging.mark_departure())
 
     def _arrive(self, slots: Int32s, numbers: Int64s, part: slice, rows: Tensor) -> Tensor:
         for row, slot, count in self._runs(slots[part]):

@@ -139,6 +139,8 @@ def _host_tier(tier: HostTierStatus | None) -> dict[ExportedMetric, list[Reading
         ("stored", tier.num_stored),
         ("loaded", tier.num_loaded),
         ("invalid", tier.num_invalid),
+        ("restored", tier.num_restored),
+        ("rejected", tier.num_rejected),
     )
     return {
         table.HOST_BLOCKS: [(("total",), tier.num_slots), (("held",), tier.num_held)],

@@ -99,8 +99,9 @@ HOST_BLOCKS: Final = _gauge(
 HOST_MOVES: Final = _counter(
     "kv_host_moved_blocks",
     "KV blocks stored in host memory, loaded from there, and loads that were invalid: blocks whose "
-    "contents did not match, or that this rank did not have. Those are computed again. Since the "
-    "KV cache was made.",
+    "contents did not match, or that this rank did not have. Those are computed again. Restored "
+    "blocks were taken over from an earlier daemon, rejected ones were not. Since the KV cache was "
+    "made.",
     "kind",
 )
 FILE_BYTES: Final = _gauge(
