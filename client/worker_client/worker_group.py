@@ -574,24 +574,28 @@ def _replica_place(parallel: ParallelConfig, dp_rank: int | None) -> ReplicaPlac
 
 
 def parse_endpoints(
-    endpoints: Sequence[str], parallel: ParallelConfig, keys: Keys, num_replicas: int
+    endpoints: Sequence[str],
+    parallel: ParallelConfig,
+    keys: Keys,
+    num_replicas: int,
+    field: str = "endpoints",
 ) -> list[Endpoint]:
-    """Return the endpoints of the ranks of so many replicas. Raises ClientConfigError as
-    WorkerGroup does."""
+    """Return the endpoints of the ranks of so many replicas. field: what has named them. Raises
+    ClientConfigError as WorkerGroup does."""
     needed = num_replicas * parallel.world_size
     if len(endpoints) != needed:
         replicas = f"data_parallel_size {num_replicas} x " if num_replicas > 1 else ""
         raise ClientConfigError(
             f"{replicas}pipeline_parallel_size {parallel.pipeline_parallel_size} x "
             f"tensor_parallel_size {parallel.tensor_parallel_size} needs {needed} daemons",
-            field="endpoints",
+            field=field,
             value=list(endpoints),
             fix=f"give {needed} endpoints, or other parallel sizes",
         )
     if len(set(endpoints)) != len(endpoints):
         raise ClientConfigError(
             "an endpoint is named twice",
-            field="endpoints",
+            field=field,
             value=list(endpoints),
             fix="name each daemon once",
         )

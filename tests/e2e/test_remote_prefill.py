@@ -154,6 +154,32 @@ def test_a_prefill_group_that_stays_dead(pair, checkpoint):
     assert_right(outputs, model, sent)
 
 
+def test_a_prefill_group_is_opened_again_once_its_daemons_are_back(pair, checkpoint):
+    """Its driver replaces nobody: the group ends with its daemon, and fails to open meanwhile."""
+    sent, model = Prompts(random.randrange(1 << 30), count=4), checkpoint()
+    shapes = ((1, 1), (1, 1))
+    with prefill_pair(pair.endpoints, model, *shapes, reopen_s=0.1) as (driver, prefill):
+        assert_blocks_come(driver, sent.seed)
+        kill_and_wait(pair.pids[0])
+        outputs = run(driver, sent.requests)
+        time.sleep(0.5)  # several attempts
+        pair.restart_dead()
+        assert_right(outputs, model, sent)
+        assert_blocks_come(driver, sent.seed + 1)
+        counts = prefill.counts
+        assert counts.is_linked and counts.num_lost_links > 0, sent.seed
+        assert counts.prompts["moved"] >= 2 and counts.held.total > 0, (sent.seed, counts.prompts)
+
+
+def test_a_group_that_cannot_be_opened_says_why():
+    def open_driver():
+        raise ClientConfigError("refused", field="x", value=1, fix="another")
+
+    refused = pytest.raises(ClientConfigError, match="refused")
+    with PrefillThread(open_driver, reopen_s=0.1) as prefill, refused:
+        prefill.wait_opened()
+
+
 @pytest.mark.exhaustive
 def test_a_prefill_group_that_hangs(pair, checkpoint):
     """Requests wait until their deadline at most."""

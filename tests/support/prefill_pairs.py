@@ -66,17 +66,19 @@ def prefill_pair(
     *,
     recover=(None, None),
     timeout_s=20.0,
+    reopen_s=None,
     decode_model=None,
 ):
     """The driver of the group that decodes, and the thread of the other one. source, destination:
-    (pp, tp) of the groups. recover: functions that return what a driver calls after a death."""
+    (pp, tp) of the groups. recover: functions that return what a driver calls after a death.
+    reopen_s: see PrefillThread."""
     num_sources = source[0] * source[1]
     sources, own = endpoints[:num_sources], endpoints[num_sources:]
 
     def open_driver():
         return opened(sources, model, source, recover[0])
 
-    with PrefillThread(open_driver, timeout_s=timeout_s) as prefill:
+    with PrefillThread(open_driver, timeout_s=timeout_s, reopen_s=reopen_s) as prefill:
         options = DriverOptions(prefill=prefill)
         of = decode_model or model
         with opened(own, of, destination, recover[1], options=options) as driver:

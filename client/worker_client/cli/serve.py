@@ -10,6 +10,7 @@ import typer
 
 from worker_client.cli.devices import chosen_devices, default_device, placed_ranks
 from worker_client.cli.downloads import shown_downloads
+from worker_client.cli.prefill_options import PrefillOptions
 from worker_client.cli.run_options import RunOptions, takes_run_options
 from worker_client.cli.service_options import ServiceOptions
 from worker_client.cli.session import download_weights
@@ -49,7 +50,12 @@ def _choose_size(values: dict[str, Any]) -> None:
 
 @functools.partial(takes_run_options, without=NOT_SERVED, complete=_choose_size)
 def serve(
-    run: RunOptions, *, gpus: Gpus = None, lora: Adapters = None, service: ServiceOptions
+    run: RunOptions,
+    *,
+    gpus: Gpus = None,
+    lora: Adapters = None,
+    prefill: PrefillOptions,
+    service: ServiceOptions,
 ) -> None:
     """Serve OpenAI's API until Ctrl-C or SIGTERM, which let running requests end."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
@@ -59,13 +65,13 @@ def serve(
     from worker_client.service.server import serve as serve_group  # FastAPI
 
     sampling_defaults(run.plan.model.directory, service.generation_config)
-    devices = _devices(run, gpus)
+    devices, other = _devices(run, gpus), prefill.settings(run.plan)
     with shown_downloads() as show:
         adapters = tuple(
             find_adapter(name, run.plan.lora_root, are_local=not run.plan.endpoints, show=show)
             for name in lora or ()
         )
-    settings = service.settings(adapters)
+    settings = replace(service.settings(adapters), prefill=other)
     caches = (each.cache for each in adapters if each.cache is not None)
     plan = replace(run.plan, devices=devices, adapter_cache=next(caches, None))
     if not plan.endpoints:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Final, NamedTuple, TypeVar
 
+from rpc_schema.host_tier import HostTierStatus
 from rpc_schema.kv_cache import NUM_NULL_BLOCKS
 from rpc_schema.lease import LeaseStatus
 from rpc_schema.lifecycle import GpuLoad, Status
@@ -164,6 +165,8 @@ def _daemon(seen: Seen, now: float, width: int) -> list[Line]:
     if seen.event:
         lines.append(Line(f"{_INDENT}{now - seen.event_at:.0f} s ago: {seen.event}"))
     lines.append(Line(f"{_INDENT}{_memory(status)}"))
+    if status.host_tier is not None:
+        lines.append(Line(f"{_INDENT}host tier: {_host_tier(status.host_tier)}"))
     lines.append(Line(f"{_INDENT}{seen.endpoint}, pid {status.pid}, {status.device}"))
     return [lines[0], *chain.from_iterable(_wrapped(line, width) for line in lines[1:])]
 
@@ -312,6 +315,13 @@ def _memory(status: Status) -> str:
     if "free" in memory and "total" in memory:
         uses.append(f"free {_bytes(memory['free'])} of {_bytes(memory['total'])}")
     return "memory: " + (", ".join(uses) or "not known")
+
+
+def _host_tier(tier: HostTierStatus) -> str:
+    moved = f"{tier.num_loaded} blocks loaded, {tier.num_invalid} invalid"
+    if tier.num_sent or tier.num_received:
+        moved += f", {tier.num_sent} sent to another group, {tier.num_received} received"
+    return f"{tier.num_held} of {tier.num_slots} slots held, {moved}"
 
 
 def _bytes(size: int) -> str:

@@ -8,9 +8,10 @@ comes from elsewhere, and the last token of the prompt is computed here.
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, get_args, runtime_checkable
 
 from rpc_schema.config import RendezvousAddress
 from rpc_schema.errors import WorkerDaemonError
@@ -22,6 +23,7 @@ from worker_client.group.kv_transfers import BlockMove, GroupTransfers, Transfer
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import HoldingScheduler
 from worker_client.scheduler.block_exchange import HeldBlock, HostBlockExchange
+from worker_host.metrics import HistogramCounts
 
 RETRY_S: Final = 0.5
 """Time from the end of a transfer link to the next attempt."""
@@ -66,13 +68,39 @@ class LinkLeft(NamedTuple):
     link: int
 
 
+class Opened(NamedTuple):
+    """The prefill group is there, for the first time or again."""
+
+
 class Ended(NamedTuple):
-    """The prefill group has ended. Nothing follows."""
+    """The prefill group has ended. What follows, if anything does, is Opened."""
 
     error: Exception | None
 
 
-PrefillNews: TypeAlias = Described | Computed | LinkLeft | Ended
+PrefillNews: TypeAlias = Described | Computed | LinkLeft | Opened | Ended
+
+PromptEnd: TypeAlias = Literal["moved", "lacking", "failed", "late", "left"]
+"""End of a prompt's time at the other group: its blocks are here; it has none that this group can
+use; the link or the move has failed; it was not in time; its requests have ended before."""
+HELD_BOUNDS_S: Final = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0),
+)
+
+
+class PrefillCounts:
+    """Counts since the start. Written by the thread of the driver that decodes; any may read."""
+
+    def __init__(self) -> None:
+        self.is_linked = False
+        """True while blocks can come."""
+        self.prompts: Counter[PromptEnd] = Counter(dict.fromkeys(get_args(PromptEnd), 0))
+        self.num_blocks = 0
+        """Blocks that have come."""
+        self.num_lost_links = 0
+        """Transfer links that have ended, or could not be opened."""
+        self.held = HistogramCounts(HELD_BOUNDS_S)
+        """Seconds for which requests have waited for their prompts."""
 
 
 class PrefillGroup(Protocol):
@@ -80,6 +108,8 @@ class PrefillGroup(Protocol):
 
     timeout_s: float
     """Longest time from a request's arrival to its admission, and limit on a move."""
+    counts: PrefillCounts
+    """Counts of the part that uses it."""
 
     def describe(self) -> None:
         """Ask for a Described."""
@@ -112,8 +142,8 @@ class _Prompt:
     keys: list[bytes]
     """Contents that its request lacks."""
     deadline: float
-    waiting: set[str] = field(default_factory=set)
-    """Requests that are held for it."""
+    waiting: dict[str, float] = field(default_factory=dict)
+    """Requests that are held for it, and since when."""
     is_sent: bool = False
     """The other group computes it; False while there is no link."""
     move: int = 0
@@ -137,6 +167,7 @@ class RemotePrefillPart(DriverPart):
             fix = "set cache.kv_host_memory_bytes, without a draft model, for one KV group"
             raise config_error("options.prefill", prefill, problem, fix)
         self._scheduler, self._exchange, self._prefill = scheduler, exchange, prefill
+        self._counts = prefill.counts
         self._transfers = transfers
         self._link: TransferLink | None = None
         self._is_open = False
@@ -160,9 +191,9 @@ class RemotePrefillPart(DriverPart):
 
     def ended(self, req_id: str) -> None:
         for prompt in [each for each in self._prompts.values() if req_id in each.waiting]:
-            prompt.waiting.discard(req_id)
+            del prompt.waiting[req_id]
             if not prompt.waiting and not prompt.move:
-                self._forget(prompt)
+                self._forget(prompt, "left")
 
     def attend(self) -> None:
         for news in self._prefill.news():
@@ -176,7 +207,7 @@ class RemotePrefillPart(DriverPart):
                 if prompt.move:
                     self._lose_link("a move has not ended in time")
                     return
-                self._release(prompt)
+                self._release(prompt, "late")
 
     def group_replaced(self) -> None:
         self._lose_link("a daemon of this group was replaced")
@@ -205,7 +236,7 @@ class RemotePrefillPart(DriverPart):
             self._coming |= dict.fromkeys(keys, shared)
             if self._is_open:
                 self._compute(shared)
-        shared.waiting.add(request.id)
+        shared.waiting[request.id] = time.monotonic()
         self._scheduler.hold_request(request.id)
 
     def _compute(self, prompt: _Prompt) -> None:
@@ -218,7 +249,9 @@ class RemotePrefillPart(DriverPart):
             self._prefill.describe()
 
     def _take(self, news: PrefillNews) -> None:
-        if isinstance(news, Ended):
+        if isinstance(news, Opened):
+            self._has_ended = self._describing = False
+        elif isinstance(news, Ended):
             self._has_ended = True
             _LOG.warning("the prefill group has ended, prompts are computed here: %s", news.error)
             self._lose_link("the prefill group has ended")
@@ -247,7 +280,7 @@ class RemotePrefillPart(DriverPart):
         except WorkerDied:
             self._lose_link("a daemon of this group has died")  # the next step recovers from that
             return
-        except WorkerDaemonError as error:
+        except (WorkerDaemonError, OSError) as error:  # OSError: of the place where they meet
             self._lose_link(str(error))
             return
         self._link, self._num_moves = link, 0
@@ -264,7 +297,8 @@ class RemotePrefillPart(DriverPart):
         if report is None:
             return
         if report.is_open and not self._is_open:
-            self._is_open, self._has_failed = True, False
+            self._is_open = self._counts.is_linked = True
+            self._has_failed = False
             for prompt in [each for each in self._prompts.values() if not each.is_sent]:
                 self._compute(prompt)
         for prompt in [each for each in self._prompts.values() if each.move]:
@@ -287,7 +321,7 @@ class RemotePrefillPart(DriverPart):
             reserved = self._exchange.reserve([*slots])
         if not reserved:
             self._prefill.drop(computed.number)
-            self._release(prompt)
+            self._release(prompt, "lacking")
             return
         prompt.reserved = [each.key for each in reserved]
         self._num_moves += 1
@@ -307,18 +341,22 @@ class RemotePrefillPart(DriverPart):
     def _end_move(self, prompt: _Prompt, *, has_come: bool) -> None:
         if has_come:
             self._exchange.fill(prompt.reserved)
+            self._counts.num_blocks += len(prompt.reserved)
         else:
             self._exchange.give_back(prompt.reserved)
         prompt.reserved = []
-        self._release(prompt)
+        self._release(prompt, "moved" if has_come else "failed")
 
-    def _release(self, prompt: _Prompt) -> None:
+    def _release(self, prompt: _Prompt, end: PromptEnd) -> None:
         """Let the scheduler admit the requests that wait for a prompt."""
-        self._forget(prompt)
-        for req_id in sorted(prompt.waiting):
+        self._forget(prompt, end)
+        now = time.monotonic()
+        for req_id, since in sorted(prompt.waiting.items()):
+            self._counts.held.observe(now - since)
             self._scheduler.release_request(req_id)
 
-    def _forget(self, prompt: _Prompt) -> None:
+    def _forget(self, prompt: _Prompt, end: PromptEnd) -> None:
+        self._counts.prompts[end] += 1
         del self._prompts[prompt.number]
         for key in prompt.keys:
             if self._coming.get(key) is prompt:
@@ -334,14 +372,16 @@ class RemotePrefillPart(DriverPart):
                 self._transfers.close()
             except WorkerDaemonError as error:
                 _LOG.info("a rank of the link does not answer: %s", error)
+        self._counts.num_lost_links += 1
         self._link, self._is_open, self._has_failed = None, False, True
+        self._counts.is_linked = False
         self._retry_at = time.monotonic() + RETRY_S
         for prompt in [*self._prompts.values()]:
             if prompt.move:
                 self._prefill.drop(prompt.number)
                 self._end_move(prompt, has_come=False)
             else:
-                self._release(prompt)
+                self._release(prompt, "failed")
 
 
 def _can_leave(request: GenerationRequest) -> bool:

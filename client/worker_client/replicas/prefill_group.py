@@ -11,6 +11,7 @@ have the same weights, and a host tier each.
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -26,6 +27,8 @@ from worker_client.driver_parts.remote_prefill import (
     Ended,
     ExchangingScheduler,
     LinkLeft,
+    Opened,
+    PrefillCounts,
     PrefillNews,
 )
 from worker_client.errors import config_error
@@ -39,6 +42,7 @@ POLL_S: Final = 0.002
 """Pause between questions after moves in progress, of a group that does nothing else."""
 LOOK_S: Final = 0.25
 """Interval at which an idle group looks for dead daemons."""
+OPEN_POLL_S: Final = 0.1
 
 OpenDriver: TypeAlias = Callable[[], AbstractContextManager[Driver]]
 _Command: TypeAlias = Callable[["_Serving"], None]
@@ -55,10 +59,12 @@ class PrefillThread:
         *,
         host: str = "127.0.0.1",
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        reopen_s: float | None = None,
     ) -> None:
         """host: address of this host that all daemons of both groups reach: they meet there.
         timeout_s: longest time from a request's arrival to its admission, after which the group
-        that decodes computes its prompt; and limit on each move.
+        that decodes computes its prompt; and limit on each move. reopen_s: interval at which a
+        group that has ended with an error is opened again; None: it is not.
 
         Raises:
             ClientConfigError: timeout_s is not positive.
@@ -66,6 +72,11 @@ class PrefillThread:
         if not timeout_s > 0:
             raise config_error("timeout_s", timeout_s, "no block comes in no time", "30, say")
         self.timeout_s = timeout_s
+        self.counts = PrefillCounts()
+        self._reopen_s = reopen_s
+        self._has_opened = threading.Event()
+        self._first_error: Exception | None = None
+        self._is_stopping = False
         self._open_driver = open_driver
         self._host = host
         self._meeting: StoreServer | None = None
@@ -80,10 +91,24 @@ class PrefillThread:
 
     def __exit__(self, *_: object) -> None:
         """Abort all prompts, close the group and end the thread."""
+        self._is_stopping = True
         self._commands.put(None)
         self._thread.join()
         if self._meeting is not None:
             self._meeting.close()
+
+    @property
+    def is_stopping(self) -> bool:
+        """True once the thread is to end: an `open_driver` that takes long gives up then."""
+        return self._is_stopping
+
+    def wait_opened(self) -> None:
+        """Wait until the group is open for the first time. Raises what has kept it from that."""
+        while not self._has_opened.wait(OPEN_POLL_S):
+            if not self._thread.is_alive():
+                break
+        if self._first_error is not None:
+            raise self._first_error
 
     def describe(self) -> None:
         """See PrefillGroup."""
@@ -121,16 +146,38 @@ class PrefillThread:
         return found
 
     def _run(self) -> None:
-        error: Exception | None = None
+        error = self._serve()
+        if not self._has_opened.is_set():
+            self._first_error = error
+            self._has_opened.set()
+        elif self._reopen_s is not None:
+            while error is not None and self._outlast(self._reopen_s, error):
+                error = self._serve()
+        self._news.put(Ended(error))
+
+    def _serve(self) -> Exception | None:
+        """Open the group and serve until it is to stop; return the error that has ended it."""
         try:
             with self._open_driver() as driver:
                 serving = _Serving(driver, self._news.put)
+                self._news.put(Opened())
+                self._has_opened.set()
                 while self._obey(serving):
                     serving.proceed()
                 serving.close()
         except Exception as failure:  # the decoding group goes on without this one
-            error = failure
+            return failure
+        return None
+
+    def _outlast(self, seconds: float, error: Exception) -> bool:
+        """Tell of an error that has ended the group, and drop the commands of so many seconds, all
+        of them for that group. Return False if the thread is to stop."""
         self._news.put(Ended(error))
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0 and not self._is_stopping:
+            with suppress(queue.Empty):
+                self._commands.get(timeout=left)
+        return not self._is_stopping
 
     def _obey(self, serving: "_Serving") -> bool:
         """Carry out the commands that are here; if there is nothing else to do, wait for one.

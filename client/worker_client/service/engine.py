@@ -15,6 +15,7 @@ from worker_client.async_driver import AsyncDriver, RequestProgress
 from worker_client.driven_group import DrivenGroup
 from worker_client.driver import Driver
 from worker_client.driver_parts.registry import DriverOptions
+from worker_client.driver_parts.remote_prefill import PrefillCounts
 from worker_client.errors import ClientConfigError, RequestError, WorkerDied, config_error
 from worker_client.group.loading import LoadedGroup
 from worker_client.group.loras import GroupAdapter
@@ -33,6 +34,7 @@ from worker_client.service.fields import BodyFields
 from worker_client.service.generation_defaults import sampling_defaults
 from worker_client.service.launch import OpenedGroup, open_group
 from worker_client.service.metrics.counts import ServiceCounts
+from worker_client.service.prefill import opening_prefill
 from worker_client.service.settings import ServiceSettings
 from worker_client.structured.opening import open_grammars
 from worker_client.worker_group import RankProgress
@@ -108,6 +110,8 @@ class Engine:
         """The driver inside, once the group is open: metrics read its numbers. All else belongs to
         its thread."""
         self.counts = ServiceCounts()
+        self.prefill_counts: PrefillCounts | None = None
+        """Counts of prompts that another group has computed; None without one."""
         self.startup_s = 0.0
         """Seconds that it took to become ready."""
         self.created = int(time.time())
@@ -164,7 +168,10 @@ class Engine:
     def _open_driver(self) -> Iterator[Driver]:
         """On the driver's thread."""
         plan = self.plan
-        with open_group(plan, self._note_phase) as opened, contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
+            other = self._settings.prefill
+            prefill = None if other is None else stack.enter_context(opening_prefill(other))
+            opened = stack.enter_context(open_group(plan, self._note_phase))
             loaded, metadata = opened.loaded, opened.loaded.metadata
             self.tokenizer.fit_context(loaded.max_model_len)
             grammars = open_grammars(
@@ -174,12 +181,15 @@ class Engine:
             limits = scheduler_limits(loaded, plan.config, max_itl_ms=plan.max_itl_ms)
             changed = self.note_drafting
             scheduler = Scheduler(limits, self.tokenizer, on_drafting_change=changed)
+            if prefill is not None:
+                self.phase = "opening the prefill group"
+                prefill.wait_opened()
+                self.prefill_counts = prefill.counts
             self._opened = opened
             self.phase = "READY"
             recover = partial(self._recover, opened)
-            self.inner = Driver(
-                opened.group, scheduler, recover=recover, options=DriverOptions(grammars)
-            )
+            options = DriverOptions(grammars, prefill=prefill)
+            self.inner = Driver(opened.group, scheduler, recover=recover, options=options)
             yield self.inner
 
     def _recover(self, opened: OpenedGroup, died: WorkerDied) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Final
 
+from worker_client.driven_group import DrivenGroup
 from worker_client.inputs.model_source import AdapterSource
 from worker_host.log_lines import LOG_FORMATS
 
@@ -12,6 +13,19 @@ MAX_QUEUE: Final = 1024
 READ_S: Final = 30.0
 WRITE_S: Final = 30.0
 DRAIN_S: Final = 30.0
+PREFILL_WAIT_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSettings:
+    """The group that computes prompts for the one that a server drives."""
+
+    group: DrivenGroup
+    """Its daemons run already."""
+    host: str = "127.0.0.1"
+    """Address of this host that the daemons of both groups reach."""
+    timeout_s: float = PREFILL_WAIT_S
+    """Seconds that a request waits for its prompt at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +65,5 @@ class ServiceSettings:
     """Seconds that running requests have after a signal."""
     log_format: str = LOG_FORMATS[0]
     """One of LOG_FORMATS."""
+    prefill: PrefillSettings | None = None
+    """None: the group computes its prompts itself."""

@@ -71,6 +71,50 @@ def test_every_wrong_option_is_named_with_the_fix_and_no_key_is_shown(
     assert run("--model", model, "--prompt", "x").exit_code == 2, "it is an option of runs"
 
 
+APART = ("--prefill-endpoints", "ipc:///a/p,ipc:///a/q", "--kv-host-memory-bytes", 1 << 20)
+"""Two daemons that compute prompts, and host memory for them."""
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (("--prefill-endpoints", ","), "prefill_endpoints"),
+        (("--prefill-tensor-parallel-size", 2), "prefill_tensor_parallel_size"),
+        (("--prefill-host", "127.0.0.1"), "prefill_host"),
+        (("--prefill-timeout", 3), "prefill_timeout"),
+        ((*APART, "--prefill-pipeline-parallel-size", 3), "prefill_endpoints"),
+        ((*APART, "--prefill-tensor-parallel-size", 1), "prefill_endpoints"),
+        ((*APART, "--endpoints", "ipc:///a/q"), "prefill_endpoints"),
+        ((*APART, "--prefill-endpoints", "ipc:///a/p,ipc:///a/p"), "prefill_endpoints"),
+        ((*APART, "--kv-host-memory-bytes", 0), "kv_host_memory_bytes"),
+        ((*APART, "--prefill-host", "203.0.113.7"), "prefill_host"),
+        ((*APART, "--prefill-endpoints", "tcp://10.0.0.1:70"), "endpoint"),
+    ],
+)
+def test_wrong_options_of_the_prefill_group_are_named(model, served, words, field):
+    done = run("--model", model, "--device", "cpu", *words)
+    assert isinstance(done.exception, ClientConfigError), (words, done)
+    assert done.exception.field == field and done.exception.fix, done.exception
+    assert not served
+
+
+def test_the_prefill_group_has_sizes_of_its_own_and_else_the_same_options(model, served):
+    sizes = ("--prefill-pipeline-parallel-size", 2, "--tensor-parallel-size", 1)
+    options = ("--max-num-seqs", 7, "--max-loras", 2, "--prefill-timeout", 3)
+    done = run("--model", model, "--device", "cpu", *APART, *sizes, *options)
+    assert done.exit_code == 0, done
+    ((group, settings),) = served
+    other, parallel = settings.prefill.group, settings.prefill.group.config.parallel
+    assert (parallel.pipeline_parallel_size, parallel.tensor_parallel_size) == (2, 1)
+    assert (other.endpoints, other.devices) == (("ipc:///a/p", "ipc:///a/q"), ())
+    assert (settings.prefill.host, settings.prefill.timeout_s) == ("127.0.0.1", 3)
+    for part in ("model", "scheduler", "cache", "speculative"):
+        assert getattr(other.config, part) == getattr(group.config, part)
+    assert (group.config.lora.max_loras, other.config.lora.max_loras) == (2, 0)
+    assert run("--model", model, "--device", "cpu").exit_code == 0
+    assert served[1][1].prefill is None
+
+
 def test_the_port_and_the_tokenizer_are_checked_before_daemons_start(model, tmp_path):
     bare = tmp_path / "bare"
     bare.mkdir()

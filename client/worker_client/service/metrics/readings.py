@@ -7,6 +7,7 @@ from typing import Final, NamedTuple, get_args
 
 from rpc_schema.version import SOFTWARE_VERSION
 from worker_client.driver import Driver
+from worker_client.driver_parts.remote_prefill import PrefillCounts
 from worker_client.scheduler import Scheduler
 from worker_client.service.admission import Admission
 from worker_client.service.engine import Engine
@@ -43,6 +44,7 @@ class ServiceReadings:
             **self._server(load),
             **self._requests(),
             **self._driver(),
+            **_prefill(self._engine.prefill_counts),
             **self._drafts(),
             **self._vllms(load),
             **self._vllms_of_requests(),
@@ -178,6 +180,19 @@ class ServiceReadings:
 
     def _labelled(self, value: float | HistogramCounts) -> list[Reading]:
         return [(self._labels, value)]
+
+
+def _prefill(counts: PrefillCounts | None) -> dict[ExportedMetric, list[Reading]]:
+    if counts is None:
+        absent = (table.PREFILL_LINKED, table.PREFILL_PROMPTS, table.PREFILL_BLOCKS)
+        return {metric: [] for metric in (*absent, table.PREFILL_HELD, table.PREFILL_LINKS)}
+    return {
+        table.PREFILL_LINKED: _one(counts.is_linked),
+        table.PREFILL_PROMPTS: [((end,), count) for end, count in counts.prompts.items()],
+        table.PREFILL_BLOCKS: _one(counts.num_blocks),
+        table.PREFILL_HELD: _one(counts.held),
+        table.PREFILL_LINKS: _one(counts.num_lost_links),
+    }
 
 
 def _one(value: float | HistogramCounts) -> list[Reading]:

@@ -103,6 +103,31 @@ RANK_STATE: Final = _ours(
     "1 for the present liveness of each rank (alive, suspect, dead), 0 for the others.",
     *("rank", "state"),
 )
+PREFILL_LINKED: Final = _ours(
+    "prefill_linked",
+    _GAUGE,
+    "1 while blocks can come from the group that computes prompts (--prefill-endpoints). Absent "
+    "without one, as are the others of it.",
+)
+PREFILL_PROMPTS: Final = _ours(
+    "prefill_prompts_total",
+    _COUNTER,
+    "Prompts that requests have waited for, by how that ended: their blocks have come (moved); the "
+    "other group had none (lacking); the link or the move has failed (failed); --prefill-timeout "
+    "(late); their clients have left before (left). This group computes what has not come.",
+    "end",
+)
+PREFILL_BLOCKS: Final = _ours(
+    "prefill_blocks_total", _COUNTER, "Blocks that have come from the other group."
+)
+PREFILL_HELD: Final = _ours(
+    "prefill_held_seconds", _HISTOGRAM, "Time for which requests have waited for their prompts."
+)
+PREFILL_LINKS: Final = _ours(
+    "prefill_lost_links_total",
+    _COUNTER,
+    "Links to the other group that have ended, or could not be opened.",
+)
 
 SERVICE_METRICS: Final = (
     *(BUILD_INFO, READY, STARTUP, RUNNING, WAITING, TAKEN, MOST_TAKEN, OUTCOMES, RESPONSES),
@@ -116,6 +141,7 @@ SERVICE_METRICS: Final = (
         DRAFTING_CHANGES,
     ),
     *(PREEMPTIONS, KV_USAGE, IN_FLIGHT, FAILED_STEPS, RECOVERIES, RANK_STATE),
+    *(PREFILL_LINKED, PREFILL_PROMPTS, PREFILL_BLOCKS, PREFILL_HELD, PREFILL_LINKS),
 )
 
 V_RUNNING: Final = _vllms("num_requests_running", _GAUGE, "Samples that are scheduled.")
