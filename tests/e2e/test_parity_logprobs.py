@@ -156,7 +156,8 @@ def sampling_of(rng):
 
 def drawn(params, num_prompt, ids, logits, token):
     """The log probability of the token after ids, which was drawn, by transformers' processors: the
-    least and the most that it may be, where rounding moves the border of a filter."""
+    least and the most that it may be, where rounding moves the border of a filter, or decides which
+    of two tokens that are nearly tied there is kept."""
     ids = torch.tensor([ids])
     scores = RuleProcessor(params, num_prompt)(ids, logits[None])
     if not params.temperature:
@@ -173,9 +174,13 @@ def drawn(params, num_prompt, ids, logits, token):
         kept = scores
         for each in filters:
             kept = each(ids, kept)
-        kept = kept[0].clone()
-        kept[token] = scores[0, token]
-        bounds.append(float(kept.log_softmax(-1)[token]))
+        is_kept = kept[0].isfinite()
+        if slack < 0:
+            is_kept = scores[0] >= scores[0][is_kept].min() - ATOL
+        elif not is_kept.all():
+            is_kept = scores[0] > scores[0][~is_kept].max() + ATOL
+        is_kept[token] = True
+        bounds.append(float(scores[0].masked_fill(~is_kept, -torch.inf).log_softmax(-1)[token]))
     return bounds
 
 
