@@ -7,12 +7,10 @@ calls abort_link, dump_link and check_device.
 
 import logging
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,7 +26,6 @@ from rpc_schema.errors import CommError, StateError
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.operations import StepMessage
 from rpc_schema.step import Done, ExecuteDummyBatch, ExecuteModel, SampleTokens
-from rpc_schema.version import SOFTWARE_VERSION
 from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.contracts.hub import NO_HUB, HubSettings
 from worker_daemon.contracts.uploads import FindUpload, no_uploads
@@ -49,32 +46,17 @@ from worker_daemon.models.saving import Saver, SaveReport, SaveRequest
 from worker_daemon.models.tensor_bytes import checksum
 from worker_daemon.models.tensorized import TENSORIZER_PATTERN, tensorizer_files
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
-from worker_daemon.runner.connectors.block_identity import BlockIdentity
-from worker_daemon.runner.connectors.checksums import WORD_BYTES
 from worker_daemon.runner.connectors.file_traffic import FileTraffic
-from worker_daemon.runner.connectors.filed_blocks import FiledBlocks
-from worker_daemon.runner.connectors.files import FileConnector
-from worker_daemon.runner.connectors.host_tier import HostTier, KeptSlots
-from worker_daemon.runner.connectors.interface import KVConnector
-from worker_daemon.runner.connectors.peers import PeerTransfers, ShardPlace, SharedSlots
-from worker_daemon.runner.connectors.tier_index import FORMAT, SlotLayout
-from worker_daemon.runner.kv_cache import BlockPages, KVMemory
+from worker_daemon.runner.kv_cache import KVMemory
 from worker_daemon.runner.output import PendingOutput
-from worker_daemon.runner.request_state import RequestState
-from worker_daemon.runner.token_history import TokenHistory
 from worker_daemon.worker.describing import describe, memory_by_kind
 from worker_daemon.worker.description import WorkerDescription
 from worker_daemon.worker.expert_moves import ExpertMover
-from worker_daemon.worker.filing import check_kv_files, open_filed_blocks
 from worker_daemon.worker.frozen_start import FrozenStart
 from worker_daemon.worker.host_memory import (
-    TierMemory,
-    block_parts,
-    can_move,
-    check_host_memory,
     connector_bytes,
-    open_tier_memory,
 )
+from worker_daemon.worker.kv_outside import KVOutside
 from worker_daemon.worker.loading import (
     LoadedModel,
     checkpoint_changed,
@@ -84,7 +66,6 @@ from worker_daemon.worker.loading import (
 )
 from worker_daemon.worker.memory_ledger import memory_line
 from worker_daemon.worker.memory_profile import check_step_deadline, profile_memory
-from worker_daemon.worker.naming_blocks import block_identity
 from worker_daemon.worker.profiling import PlainTrace, Profiler, ProfileRequest
 from worker_daemon.worker.rank_device import RankDevice
 from worker_daemon.worker.resolve import pooling_support
@@ -137,20 +118,8 @@ class Worker:
         self._serving_or_none: Serving | None = None
         self._expert_mover_or_none: ExpertMover | None = None
         """The mover of the loaded model's experts."""
-        self._max_kv_host_bytes = max_kv_host_bytes
         self._frozen_start = FrozenStart()
-        self._meeting = threading.Lock()
-        """Held while gloo connects the members of a group: its sockets are told by their time."""
-        self._peers: PeerTransfers | None = None
-        """Moves blocks of the host tier to other groups, and from there; None without a tier, and
-        for blocks that only this group can read."""
-        self._tier: TierMemory | None = None
-        """The host tier's memory. Like the KV cache it outlives drivers, and ends with a reset, but
-        for what is in _kept_memory."""
-        self._kept_memory = kept_memory
-        self._kv_traffic = kv_traffic
-        self._filed: FiledBlocks | None = None
-        """The files of the model's KV blocks; None if it keeps none."""
+        self._kv_outside = KVOutside(max_kv_host_bytes, kv_traffic, kept_memory)
 
     @property
     def rank(self) -> int:
@@ -176,8 +145,7 @@ class Worker:
         began = time.monotonic()
         self._set_phase("LOADING", LONG_OPERATION_S)
         opened = self._device.opened
-        check_host_memory(message.cache, self._max_kv_host_bytes, self._kept_memory)
-        check_kv_files(message.cache, self._kv_traffic)
+        self._kv_outside.check(message.cache)
         with opened.ledger.taking("weights"):
             model = load(message, opened.place, self._roots, self._set_phase)
         self._model_or_none = model
@@ -239,12 +207,8 @@ class Worker:
             problem = "the model was loaded for another block size"
             fix = str(model.config.cache.block_size)
             raise config_error("kv_cache_config.block_size", plan.block_size, problem, fix)
-        self._close_tier()
-        device = opened.place.device
-        self._tier = self._open_tier(plan)
-        self._filed = open_filed_blocks(
-            plan, model, opened.place.parallel, device, self._kv_traffic
-        )
+        self._kv_outside.close_plan()
+        self._kv_outside.open(plan, model, opened.place)
         with opened.ledger.taking("kv_cache"):
             kv = model.allocate_kv_caches(plan, model.memory.make_kv_cache)
         model.attend(is_real=True)
@@ -286,8 +250,7 @@ class Worker:
         """
         began = time.monotonic()
         serving = self._serving
-        if self._tier is not None:
-            self._tier.rows.stop_pinning()
+        self._kv_outside.stop_pinning()
         if serving.is_warm:
             serving.warm_up_again(message)
         else:
@@ -299,9 +262,7 @@ class Worker:
             self._model.memory.prepare()
             _LOG.info("%d graphs, ready in %.1f s", serving.num_graphs, time.monotonic() - began)
             self._log_memory()
-        if self._tier is not None:
-            self._tier.wait_until_there()
-            self._tier.rows.pin_ahead()
+        self._kv_outside.pin_ahead()
         serving.runner.state.contents.forget()  # synthetic steps have written to blocks
         seconds = time.monotonic() - began
         return lc.CompileOrWarmUpModelReply(**self._identity(message), seconds=seconds)
@@ -747,7 +708,7 @@ class Worker:
             self._serving_or_none.runner.end_epoch()  # whatever fails below
         self._profiler.abandon()
         self._transfer.abandon("its driver was replaced")
-        self._close_peers()
+        self._kv_outside.leave_peers()
         if self._model_or_none is not None and self._model_or_none.adapters is not None:
             self._model_or_none.adapters.reader.drop_all()
         if self._serving_or_none is None:
@@ -782,14 +743,13 @@ class Worker:
             serving.runner.before_relink(message.epoch)
             serving.before_relink()
         self._profiler.link_left(self._device.leave_link())
-        with self._meeting:
+        with self._kv_outside.meeting:
             link = self._device.relink(message.rendezvous)
-        if self._tier is not None:
-            self._tier.rows.stop_pinning()
+        self._kv_outside.stop_pinning()
         if serving is not None:
             serving.rebind_stage(link, restore_graphs=not message.warm_up_follows)
-        if self._tier is not None and not message.warm_up_follows:
-            self._tier.rows.pin_ahead()
+        if not message.warm_up_follows:
+            self._kv_outside.pin_ahead()
         return Done(**self._identity(message))
 
     def reset(self, message: lc.Reset) -> Done:
@@ -798,7 +758,7 @@ class Worker:
         if self._serving_or_none is not None and message.to != "CREATED":
             with suppress(CommError):  # a lost neighbor no longer needs the messages
                 self._serving_or_none.runner.settle()
-        self._close_tier()
+        self._kv_outside.close_plan()
         self._serving_or_none = None
         self._transfer.interrupt("the group was reset")
         opened = self._device.opened_or_none
@@ -874,11 +834,7 @@ class Worker:
         rest."""
         self._profiler.end()
         self._transfer.close_engine()
-        self._close_tier()
-        if self._kept_memory is not None:
-            self._kept_memory.close()
-        if self._kv_traffic is not None:
-            self._kv_traffic.close()
+        self._kv_outside.close()
         # Graphs first: NCCL releases a communicator only once no graph holds its kernels.
         self._serving_or_none = None
         if self._model_or_none is not None:
@@ -887,10 +843,7 @@ class Worker:
 
     def describe(self) -> WorkerDescription:
         """Describe the loaded objects on the device, and the memory by use."""
-        has_slots = self._serving_or_none is not None and (
-            self._tier is None or self._tier.is_there
-        )
-        peers = self._peers if has_slots else None
+        peers = self._kv_outside.peers
         return describe(self._device, self._model_or_none, self._serving_or_none, peers)
 
     # Parts.
@@ -919,81 +872,11 @@ class Worker:
         return self._serving_or_none
 
     def _serve(self, plan: KVCacheConfig, kv: KVMemory) -> None:
-        self._close_peers()
-        self._peers = None
+        opened, model = self._device.opened, self._model
+        connecting = self._kv_outside.connecting(plan, model, opened.place)
         self._serving_or_none = Serving(
-            self._device.opened,
-            self._model,
-            plan,
-            kv,
-            self._set_phase,
-            self._find_upload,
-            partial(self._open_connector, plan) if self._tier or self._filed else None,
+            opened, model, plan, kv, self._set_phase, self._find_upload, connecting
         )
-
-    def _open_tier(self, plan: KVCacheConfig) -> TierMemory | None:
-        """Return the memory of a plan's host tier, if it has one; else remove what was kept of
-        another. Raises: see open_tier_memory."""
-        opened, model, kept = self._device.opened, self._model, self._kept_memory
-        if not plan.num_host_blocks:
-            if kept is not None:
-                kept.remove()
-            return None
-        device, parallel = opened.place.device, opened.place.parallel
-        parts = block_parts(plan, model, parallel)
-
-        def identify(layout: SlotLayout) -> BlockIdentity:
-            form = (FORMAT, SOFTWARE_VERSION, device.type, layout, parts)
-            return block_identity(plan, model, parallel, *form)
-
-        return open_tier_memory(
-            plan,
-            model.config.cache,
-            device,
-            WORD_BYTES * parts.checksum_words,
-            kept,
-            identify,
-        )
-
-    def _open_connector(
-        self, plan: KVCacheConfig, pages: BlockPages, state: RequestState, history: TokenHistory
-    ) -> KVConnector:
-        if self._filed is not None:
-            return FileConnector(pages, self._filed, state)
-        tier_memory, weights = self._tier, self._model.weights
-        assert tier_memory is not None, "otherwise there is no connector"
-        index = tier_memory.index
-        parallel = self._device.opened.place.parallel
-        parts = block_parts(plan, self._model, parallel)
-        kept = None if index is None else KeptSlots(index, history.has_confirmed)
-        tier = HostTier(pages, tier_memory.rows, state, weights, parts, kept)
-        if can_move(parts, plan):
-            place = ShardPlace(parallel.pp_rank, parallel.tp_rank, plan.groups[0].dtype, parts)
-            slots = SharedSlots(
-                tier_memory.rows.rows,
-                tier.arrivals,
-                tier.counts,
-                tier.have_left,
-                state.host_contents,
-            )
-            self._peers = PeerTransfers(place, slots, weights, self._meeting)
-        return tier
-
-    def _close_tier(self) -> None:
-        """Free the memory of the host tier, once no copy is in progress."""
-        self._close_peers()
-        if self._tier is None:
-            return
-        serving = self._serving_or_none
-        if serving is not None and serving.runner.connector is not None:
-            serving.runner.connector.settle()
-        self._tier.close()
-        self._tier = None
-
-    def _close_peers(self) -> None:
-        """Leave the other groups, whose blocks would come to memory that nobody reads."""
-        if self._peers is not None:
-            self._peers.close()
 
     def _identity(self, message: StepMessage) -> dict[str, int]:
         return {"epoch": message.epoch, "seq": message.seq, "rank": self.rank}
