@@ -206,14 +206,15 @@ def test_readers_on_another_thread_see_whole_tensors_or_none() -> None:
 
     def read() -> None:
         """Drop all at any moment, but not so often that no tensor is ever whole."""
-        choices = random.Random(3)
+        choices, drops_at = random.Random(3), 0.0
         while not over.is_set():
             for name, content in wholes.items():
                 upload = uploads.get(name)
                 if upload is not None:
                     seen.append(upload.array.tobytes() == content)
-            if choices.random() < 0.01:
+            if time.monotonic() > drops_at:
                 uploads.drop_all()
+                drops_at = time.monotonic() + choices.uniform(0.0, 0.2)
 
     reader = threading.Thread(target=read)
     reader.start()
