@@ -8,15 +8,15 @@ time is the median over replays, divided by the layers.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import triton.testing
 
+from benchmarks.kernels import conclude
 from benchmarks.layer_reference import EPS, make_rows
 from benchmarks.paged_reference import PagedBatch, Shape, make_batch, relative_error
 from worker_daemon.contracts.attention import AttentionStep
@@ -160,12 +160,7 @@ def main() -> int:
         for num_seqs, num_keys in CASES:
             timings.append(measure(model, shape, is_normed, num_seqs, num_keys, pdl))
             print(line(timings[-1]), flush=True)
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps([asdict(row) for row in timings], indent=1))
-    wrong = [row for row in timings if not row.error < MAX_ERROR]
-    for row in wrong:
-        print(f"WRONG {line(row)}", file=sys.stderr)
-    return 1 if wrong else 0
+    return conclude(timings, line, MAX_ERROR, arguments.out)
 
 
 if __name__ == "__main__":

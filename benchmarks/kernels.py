@@ -11,9 +11,10 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton.testing
@@ -295,6 +296,19 @@ def report(chosen: list[Timing], best: list[Timing]) -> None:
         print(line(timing))
 
 
+def conclude(
+    timings: Sequence[Any], line: Callable[[Any], str], most_error: float, out: Path | None
+) -> int:
+    """Write measurements, dataclasses with an `error` (None: not known), as JSON to out, if given;
+    print those whose error is too large to stderr, as lines. Return the exit status."""
+    if out is not None:
+        out.write_text(json.dumps([asdict(row) for row in timings], indent=1))
+    wrong = [row for row in timings if row.error is not None and not row.error < most_error]
+    for row in wrong:
+        print(f"WRONG {line(row)}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="where to write every measurement as JSON")
@@ -322,12 +336,7 @@ def main() -> int:
     out = torch.empty(batch.q.shape, dtype=DTYPE, device="cuda")
     batch.store()
     print(f"\nhost cost of an eager launch: {host_us(lambda: attend(batch, out)):.1f} us")
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps([asdict(row) for row in everything], indent=1))
-    wrong = [row for row in everything if row.error is not None and not row.error < MAX_ERROR]
-    for row in wrong:
-        print(f"WRONG {line(row)}", file=sys.stderr)
-    return 1 if wrong else 0
+    return conclude(everything, line, MAX_ERROR, arguments.out)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,15 @@ byte read and written once at 4.5 TB/s.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import triton.testing
 
+from benchmarks.kernels import conclude
 from benchmarks.layer_reference import (
     EPS,
     Heads,
@@ -203,12 +203,7 @@ def main() -> int:
     for case in cases():
         timings.append(measure(case, ops))
         print(line(timings[-1]), flush=True)
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps([asdict(row) for row in timings], indent=1))
-    wrong = [row for row in timings if not row.error < MAX_ERROR]
-    for row in wrong:
-        print(f"WRONG {line(row)}", file=sys.stderr)
-    return 1 if wrong else 0
+    return conclude(timings, line, MAX_ERROR, arguments.out)
 
 
 if __name__ == "__main__":

@@ -10,17 +10,16 @@ bounds of a piece's keys.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 
 import torch
 import triton.testing
 
-from benchmarks.kernels import DTYPE, HBM_BYTES_PER_S, LLAMA_8B, MAX_ERROR
+from benchmarks.kernels import DTYPE, HBM_BYTES_PER_S, LLAMA_8B, MAX_ERROR, conclude, graph_ms
 from benchmarks.paged_reference import PagedBatch, make_batch, relative_error
 from worker_daemon.contracts.attention import AttentionMetadata, AttentionStep
 from worker_daemon.contracts.fp8 import FP8
@@ -160,17 +159,6 @@ class Layers:
         )  # fmt: skip
 
 
-def graph_us(launch: Callable[[], object]) -> float:
-    """Return the median time of a graph of the launches."""
-    launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    milliseconds = triton.testing.do_bench(graph.replay, warmup=10, rep=80, return_mode="median")
-    return float(milliseconds) * 1e3
-
-
 def run_case(case: Case, pieces: Sequence[int], has_fp8_cache: bool) -> list[Timing]:
     """Time each bound of a piece, the first without any."""
     layers = Layers(case, has_fp8_cache)
@@ -182,7 +170,7 @@ def run_case(case: Case, pieces: Sequence[int], has_fp8_cache: bool) -> list[Tim
         def launch(bound: int = min_piece) -> None:
             layers.run(bound)
 
-        us = graph_us(launch) / NUM_LAYERS
+        us = graph_ms(launch) * 1e3 / NUM_LAYERS
         timings.append(
             Timing(case.name, min_piece, us, layers.num_bytes / 1e6, floor_us, float(error))
         )
@@ -221,12 +209,7 @@ def main() -> int:
                 timings.append(timing)
                 print(line(timing), flush=True)
             torch.cuda.empty_cache()
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps([asdict(row) for row in timings], indent=1))
-    wrong = [row for row in timings if not row.error < MAX_ERROR]
-    for row in wrong:
-        print(f"WRONG {line(row)}", file=sys.stderr)
-    return 1 if wrong else 0
+    return conclude(timings, line, MAX_ERROR, arguments.out)
 
 
 if __name__ == "__main__":
