@@ -104,7 +104,7 @@ def test_a_prefill_daemon_killed_under_load_loses_no_request(daemons, model, dir
                 return found, before, await moves(client)
 
         found, first, last = asyncio.run(disturbed())
-        shown = run_client(directory, "top", "--once", "--endpoints", own).stdout
+        shown = " ".join(run_client(directory, "top", "--once", "--endpoints", own).stdout.split())
         assert re.search(r"host tier: .* 0 sent to another group, [1-9]\d* received", shown), shown
         service.process.send_signal(signal.SIGTERM)
         assert service.process.wait(60) == 0

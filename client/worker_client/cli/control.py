@@ -10,7 +10,6 @@ import numpy as np
 import typer
 
 from rpc_schema.expert_placement import RankPlacement
-from rpc_schema.host_tier import HostTierStatus
 from rpc_schema.kv_files import KVFilesStatus
 from rpc_schema.lease import LeaseStatus
 from rpc_schema.lifecycle import Drain, KVCacheAdvice, ReplyDelay, Status
@@ -18,7 +17,7 @@ from worker_client.cli.daemons import RunningDaemons
 from worker_client.cli.options import takes_groups
 from worker_client.cli.output_file import print_text
 from worker_client.cli.probe import Probe, run_probe
-from worker_client.cli.top_frame import held_blocks, leased
+from worker_client.cli.top_frame import held_blocks, host_tier_text, leased
 from worker_client.errors import config_error
 from worker_client.group.expert_loads import imbalance, loads_by_layer
 from worker_host.plain_text import printable
@@ -121,22 +120,6 @@ def _advice(advice: KVCacheAdvice) -> str:
     )
 
 
-def _host_tier(tier: HostTierStatus) -> str:
-    parts = [
-        f"{tier.num_held} of {tier.num_slots} slots held, {tier.size_bytes // MIB} MiB",
-        f"{tier.num_stored} blocks stored, {tier.num_loaded} loaded, {tier.num_invalid} of these "
-        "invalid",
-    ]
-    if tier.num_sent or tier.num_received:
-        parts.append(f"{tier.num_sent} sent to another group, {tier.num_received} received")
-    if tier.file_bytes:
-        parts.append(
-            f"in a file of {tier.file_bytes // MIB} MiB, {tier.num_restored} taken over from an "
-            f"earlier daemon, {tier.num_rejected} given up"
-        )
-    return "; ".join(parts)
-
-
 def _kv_files(files: KVFilesStatus) -> str:
     return (
         f"{files.num_files} files, {files.size_bytes // MIB} of {files.most_bytes // MIB} MiB; "
@@ -175,7 +158,7 @@ def _block(status: Status) -> str:
         "providers": ", ".join(f"{part} {name}" for part, name in status.providers.items()),
         "memory": _memory(status),
         "kv cache": "" if status.kv_cache is None else held_blocks(status),
-        "host tier": "" if status.host_tier is None else _host_tier(status.host_tier),
+        "host tier": "" if status.host_tier is None else host_tier_text(status.host_tier),
         "kv files": "" if status.kv_files is None else _kv_files(status.kv_files),
         "advice": "" if status.kv_cache_advice is None else _advice(status.kv_cache_advice),
         "experts": _imbalances(status),

@@ -10,7 +10,7 @@ from msgspec import structs
 from rpc_schema.config import LoraConfig, ParallelConfig
 from worker_client.driven_group import DrivenGroup
 from worker_client.errors import config_error
-from worker_client.service.settings import PREFILL_WAIT_S, PrefillSettings
+from worker_client.service.settings import PrefillSettings
 from worker_client.wire.endpoint import split_endpoints
 from worker_client.worker_group import parse_endpoints
 
@@ -86,7 +86,7 @@ class PrefillOptions:
         return PrefillSettings(
             group=group,
             host=self._host((*endpoints, *plan.endpoints)),
-            timeout_s=PREFILL_WAIT_S if self.prefill_timeout is None else self.prefill_timeout,
+            timeout_s=self.prefill_timeout,
         )
 
     def _parallel(self, num_daemons: int) -> ParallelConfig:

@@ -166,7 +166,7 @@ def _daemon(seen: Seen, now: float, width: int) -> list[Line]:
         lines.append(Line(f"{_INDENT}{now - seen.event_at:.0f} s ago: {seen.event}"))
     lines.append(Line(f"{_INDENT}{_memory(status)}"))
     if status.host_tier is not None:
-        lines.append(Line(f"{_INDENT}host tier: {_host_tier(status.host_tier)}"))
+        lines.append(Line(f"{_INDENT}host tier: {host_tier_text(status.host_tier)}"))
     lines.append(Line(f"{_INDENT}{seen.endpoint}, pid {status.pid}, {status.device}"))
     return [lines[0], *chain.from_iterable(_wrapped(line, width) for line in lines[1:])]
 
@@ -317,11 +317,21 @@ def _memory(status: Status) -> str:
     return "memory: " + (", ".join(uses) or "not known")
 
 
-def _host_tier(tier: HostTierStatus) -> str:
-    moved = f"{tier.num_loaded} blocks loaded, {tier.num_invalid} invalid"
+def host_tier_text(tier: HostTierStatus) -> str:
+    """Return slots, and what has become of blocks; no words for what the tier does not do."""
+    parts = [
+        f"{tier.num_held} of {tier.num_slots} slots held, {tier.size_bytes // MIB} MiB",
+        f"{tier.num_stored} blocks stored, {tier.num_loaded} loaded, {tier.num_invalid} of these "
+        "invalid",
+    ]
     if tier.num_sent or tier.num_received:
-        moved += f", {tier.num_sent} sent to another group, {tier.num_received} received"
-    return f"{tier.num_held} of {tier.num_slots} slots held, {moved}"
+        parts.append(f"{tier.num_sent} sent to another group, {tier.num_received} received")
+    if tier.file_bytes:
+        parts.append(
+            f"in a file of {tier.file_bytes // MIB} MiB, {tier.num_restored} taken over from an "
+            f"earlier daemon, {tier.num_rejected} given up"
+        )
+    return "; ".join(parts)
 
 
 def _bytes(size: int) -> str:

@@ -8,7 +8,7 @@ from typing import Final
 from worker_client.driven_group import DrivenGroup
 from worker_client.driver import Driver
 from worker_client.errors import ClientError
-from worker_client.replicas.prefill_group import PrefillThread
+from worker_client.replicas.prefill_group import DEFAULT_TIMEOUT_S, PrefillThread
 from worker_client.scheduler import Scheduler, scheduler_limits
 from worker_client.service.launch import open_group
 from worker_client.service.settings import PrefillSettings
@@ -24,9 +24,10 @@ def opening_prefill(settings: PrefillSettings) -> Iterator[PrefillThread]:
     """Begin to open the group on a thread: PrefillThread.wait_opened tells when it is. A group that
     ends later, as its daemons stay dead, is opened again until they are back; its requests are
     computed by the other group meanwhile. The daemons keep the model at the end."""
-    opener = _Opener(settings.group)
+    opener, wait_s = _Opener(settings.group), settings.timeout_s
+    wait_s = DEFAULT_TIMEOUT_S if wait_s is None else wait_s
     with PrefillThread(
-        opener.open, host=settings.host, timeout_s=settings.timeout_s, reopen_s=REOPEN_S
+        opener.open, host=settings.host, timeout_s=wait_s, reopen_s=REOPEN_S
     ) as prefill:
         opener.prefill = prefill
         yield prefill

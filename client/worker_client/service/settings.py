@@ -13,7 +13,6 @@ MAX_QUEUE: Final = 1024
 READ_S: Final = 30.0
 WRITE_S: Final = 30.0
 DRAIN_S: Final = 30.0
-PREFILL_WAIT_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +23,8 @@ class PrefillSettings:
     """Its daemons run already."""
     host: str = "127.0.0.1"
     """Address of this host that the daemons of both groups reach."""
-    timeout_s: float = PREFILL_WAIT_S
-    """Seconds that a request waits for its prompt at most."""
+    timeout_s: float | None = None
+    """Seconds that a request waits for its prompt at most; None: PrefillThread's default."""
 
 
 @dataclass(frozen=True, slots=True)
