@@ -2,10 +2,7 @@
 the same tokens, whatever became of it meanwhile."""
 
 import random
-import shutil
-import tempfile
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -23,17 +20,17 @@ from tests.support.tiered_waves import (
     run_waves,
     tiers,
 )
+from tests.support.tmpfs import tmpfs_directory
 
 
 @pytest.fixture(scope="module")
 def daemons_of_all(model_root):
     """Two daemons that leave their host memory to their successors."""
-    directory = Path(tempfile.mkdtemp(dir="/dev/shm"))
-    try:
-        with FilingDaemons(2, model_root, directory, option="--kv-host-dir") as daemons:
-            yield daemons
-    finally:
-        shutil.rmtree(directory)
+    with (
+        tmpfs_directory() as directory,
+        FilingDaemons(2, model_root, directory, option="--kv-host-dir") as daemons,
+    ):
+        yield daemons
 
 
 @pytest.fixture

@@ -242,6 +242,15 @@ class Turning(NamedTuple):
     interleaved: bool
 
 
+def _pieces_at_a_time(plan: DecodePlan, elements: int, cache_dtype: torch.dtype) -> int:
+    """Return the partial results, each of so many elements, that a program loads at a time to merge
+    them."""
+    num_warps, per_thread = plan.tile.num_warps, _MERGED_ELEMENTS_PER_THREAD
+    if not plan.are_few and cache_dtype != FP8:
+        per_thread = _MERGED_BY_WARPS.get(num_warps, per_thread)
+    return max(1, 32 * num_warps * per_thread // elements)
+
+
 def launch_decode(
     out: torch.Tensor,
     lse: torch.Tensor | None,
@@ -282,9 +291,6 @@ def launch_decode(
     partial_lse = partial_out[partial_rows * head_dim :] if has_parts else partial_out
     group_size, block_d = num_q_heads // num_kv_heads, padded_head_dim(head_dim)
     merged_rows = next_power_of_two(group_size)
-    merged_elements = _MERGED_ELEMENTS_PER_THREAD
-    if not are_few and kv_cache.dtype != FP8:
-        merged_elements = _MERGED_BY_WARPS.get(tile.num_warps, merged_elements)
     # If already rotated, the kernel uses no projection: again any pointer will do.
     step, head_norms, interleaved = turning or (None, None, False)
     positions, rotary_table = (step.positions, step.rotary_table) if step else (q, q)
@@ -330,7 +336,7 @@ def launch_decode(
         SPLIT=None if schedule is not None else num_splits > 1,
         CLEARS=not has_prompts,
         MERGED_ROWS=merged_rows,
-        MERGED=max(1, 32 * tile.num_warps * merged_elements // (merged_rows * block_d)),
+        MERGED=_pieces_at_a_time(plan, merged_rows * block_d, kv_cache.dtype),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_D=block_d,

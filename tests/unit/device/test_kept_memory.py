@@ -1,13 +1,11 @@
 """Memory that outlives its daemon: what is kept, for whom, and what is refused by name."""
 
 import os
-import shutil
-import tempfile
-from pathlib import Path
 
 import pytest
 
 from rpc_schema.errors import CapacityError, ConfigError
+from tests.support.tmpfs import tmpfs_directory
 from worker_daemon.device import kept_memory
 from worker_daemon.device.kept_memory import KeptMemory
 
@@ -17,9 +15,8 @@ HEAD, SIZE = 4096, 4 * 4096
 @pytest.fixture
 def place():
     """A directory on a tmpfs that does not exist yet."""
-    parent = Path(tempfile.mkdtemp(dir="/dev/shm"))
-    yield parent / "kept"
-    shutil.rmtree(parent)
+    with tmpfs_directory() as parent:
+        yield parent / "kept"
 
 
 @pytest.fixture

@@ -39,6 +39,10 @@ def test_tiles_fit_and_hold_a_group(limits: DeviceLimits, dtype: torch.dtype) ->
             for num_programs, longest in ((8, 100), (4096, 100), (4096, 9000))
         ]
         tiles += [
+            decode_tile(num, 1024, group_size, head_dim, dtype, limits, has_fp8_cache=True)
+            for num in (8, 512, 4096)
+        ]
+        tiles += [
             prefill_tile(num_tokens, 8, 4, group_size, head_dim, dtype, limits)
             for num_tokens in (9, 128, 32768)
         ]

@@ -1,16 +1,14 @@
 """A host tier that outlives its daemon: the next one takes over what is right, and nothing else."""
 
 import random
-import shutil
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.support.exhaustive import seeds
 from tests.support.host_moves import FROM_FILES, HASH_BYTES, NUM_SLOTS, KeptTier, ModelledTier
+from tests.support.tmpfs import tmpfs_directory
 from worker_daemon.runner.connectors import staging
 
 ENTRY_BYTES = 168
@@ -19,9 +17,8 @@ ENTRY_BYTES = 168
 @pytest.fixture
 def place():
     """A directory on a tmpfs that does not exist yet."""
-    parent = Path(tempfile.mkdtemp(dir="/dev/shm"))
-    yield parent / "kept"
-    shutil.rmtree(parent)
+    with tmpfs_directory() as parent:
+        yield parent / "kept"
 
 
 @pytest.fixture
