@@ -173,6 +173,7 @@ class Status(StatusHead, frozen=True, forbid_unknown_fields=True, kw_only=True):
     link_state: LinkState
     link: Unsigned
     epoch: Unsigned
+    """Epoch of last_seq: that of `lease` once the running operation has ended."""
     last_seq: Unsigned
     rank: Count
     phase: str

@@ -317,5 +317,8 @@ def steps_of(endpoint: str, driver_pid: int | None = None) -> int:
     status = ask_status(endpoint)
     if status is None or status.load != "READY":
         return 0
-    is_its = driver_pid is None or status.lease.holder_name.endswith(f":{driver_pid}")
-    return status.last_seq if is_its else 0
+    if driver_pid is None:
+        return status.last_seq
+    is_its = status.lease.holder_name.endswith(f":{driver_pid}")
+    # A driver holds the lease before the step thread has turned to its epoch.
+    return status.last_seq if is_its and status.epoch == status.lease.epoch else 0

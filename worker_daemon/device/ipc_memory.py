@@ -48,7 +48,10 @@ class ImportedMemory:
         for name, arguments in _SIGNATURES.items():
             self._functions[name].argtypes = arguments
         self._device = device
-        self._opened: dict[bytes, tuple[int, int]] = {}
+        self._addresses: list[int] = []
+        """Of what is mapped."""
+        self._allocations: dict[bytes, Tensor] = {}
+        """By handle, uint8 [size]."""
 
     def view(
         self, handle: bytes, offset: int, shape: tuple[int, ...], dtype: torch.dtype
@@ -58,7 +61,8 @@ class ImportedMemory:
         Raises:
             TransferError: the handle cannot be opened here, or the tensor is outside its block.
         """
-        address, size = self._open(handle)
+        allocation = self._open(handle)
+        size = allocation.numel()
         num_bytes = dtype.itemsize
         for extent in shape:
             num_bytes *= extent
@@ -66,24 +70,26 @@ class ImportedMemory:
             problem = f"a tensor of {num_bytes} bytes is outside the trainer's block of {size}"
             fix = "offsets count from the start of the allocation"
             raise TransferError(problem, field="offsets", value=offset, fix=fix)
-        raw = torch.as_tensor(CudaArray(address + offset, num_bytes), device=self._device)
-        return raw.view(dtype).view(shape)
+        return allocation[offset : offset + num_bytes].view(dtype).view(shape)
 
     def close(self) -> None:
         """Unmap everything. Idempotent."""
-        while self._opened:
-            _, (address, _) = self._opened.popitem()
-            self._call("cuIpcCloseMemHandle", address)
+        self._allocations.clear()
+        while self._addresses:
+            self._call("cuIpcCloseMemHandle", self._addresses.pop())
 
-    def _open(self, handle: bytes) -> tuple[int, int]:
-        if handle not in self._opened:
+    def _open(self, handle: bytes) -> Tensor:
+        """Return an allocation. One tensor for each handle: torch never frees some 170 bytes of
+        each that it makes of foreign memory, and an update has hundreds of names."""
+        if handle not in self._allocations:
             address, start, size = c_uint64(), c_uint64(), c_size_t()
             copied = _IpcMemHandle.from_buffer_copy(handle)
             self._call("cuIpcOpenMemHandle_v2", byref(address), copied, _LAZY_PEER_ACCESS)
-            self._opened[handle] = (address.value, 0)
+            self._addresses.append(address.value)
             self._call("cuMemGetAddressRange_v2", byref(start), byref(size), address)
-            self._opened[handle] = (address.value, size.value)
-        return self._opened[handle]
+            array = CudaArray(address.value, size.value)
+            self._allocations[handle] = torch.as_tensor(array, device=self._device)
+        return self._allocations[handle]
 
     def _call(self, name: str, *arguments: object) -> None:
         code = self._functions[name](*arguments)
