@@ -40,6 +40,8 @@ Int64s = NDArray[np.int64]
 REVIEW_EVERY: Final = 8
 """Steps from one review of the price to the next, unless the number of rows changes before: in so
 many, outcomes change little. Fewer at first: one more after each so many steps."""
+RESTING_REVIEW_EVERY: Final = 32
+"""The same while the device rests: no outcomes come, and only a probe may be due."""
 LEAST_GAIN: Final = 0.01
 """Share of the tokens per second that drafts have to gain: times differ by more than by chance."""
 
@@ -81,6 +83,11 @@ class _Batch:
         """DeviceRest.num_skipped when the device had made drafts for all of them."""
         self.probe: DraftProbe | None = None
         """Rest of a probe: the steps that it still has."""
+
+    @property
+    def wants_device(self) -> bool:
+        """True if drafts of the device pay, made or not."""
+        return bool(self.wanted[self.on_device].any())
 
     def leave(self) -> None:
         """Drop the requests, one of which has ended; what is known of their steps stays."""
@@ -159,7 +166,7 @@ class DraftLengths:
         if batch.probe is not None:
             return self._probe_drafts(batch, batch.probe)
         counts = self._device_drafts(batch)
-        self._plan_rest(is_used=bool(counts))
+        self._plan_rest(batch)
         return {**counts, **self._guesses(batch)} if batch.guessed else counts
 
     def sent(
@@ -215,7 +222,9 @@ class DraftLengths:
             return True
         if not self._costs.has_slope:
             return self._probes.is_due(self._num_steps)
-        return batch.age >= min(REVIEW_EVERY, 1 + self._num_priced // REVIEW_EVERY)
+        is_resting = not self._rest.asks and not batch.guessed
+        most = RESTING_REVIEW_EVERY if is_resting else REVIEW_EVERY
+        return batch.age >= min(most, 1 + self._num_priced // REVIEW_EVERY)
 
     def _review(self, batch: _Batch) -> None:
         """Find the price of a batch by what is known now, and begin a probe if it is time for
@@ -239,12 +248,14 @@ class DraftLengths:
         room = drafts.room
         if is_hopeless:
             room = room * self._acceptance.least_known(batch.rows)
-        probe = self._probes.find(counts, room, rate, is_hopeless=is_hopeless)
+        wake_s = 0.0 if self._rest.asks or not batch.drafted else self._costs.wake_s
+        probe = self._probes.find(counts, room, rate, wake_s, is_hopeless=is_hopeless)
         if probe is None:
             return
         made = np.ones(len(batch.requests), np.bool_)
         made[batch.on_device] = self._made(batch)
         if (probe.counts > counts)[~made].any():
+            self._probes.pay(wake_s)
             self._awaits_drafts = True
             return
         self._probes.sent(self._num_steps, probe)
@@ -271,7 +282,7 @@ class DraftLengths:
         goes_on = probe.num_steps > 1
         batch.probe = probe._replace(num_steps=probe.num_steps - 1) if goes_on else None
         self._rest.plan(
-            is_used=bool(batch.wanted[batch.on_device].any()),
+            is_used=batch.wants_device,
             must_ask=goes_on or not self._costs.has_slope,
             must_rest=goes_on and not probe.has_drafts,
         )
@@ -336,7 +347,7 @@ class DraftLengths:
             return batch.counts
         wanted = batch.wanted[batch.on_device]
         if not wanted.any():
-            batch.counts, batch.num_left = {}, REVIEW_EVERY
+            batch.counts, batch.num_left = {}, RESTING_REVIEW_EVERY
             return batch.counts
         made = self._made(batch)
         if made.all():
@@ -363,10 +374,10 @@ class DraftLengths:
                 counts[own.id] = min(room, certain + num_guesses)
         return {req_id: count for req_id, count in counts.items() if count}
 
-    def _plan_rest(self, *, is_used: bool) -> None:
+    def _plan_rest(self, batch: _Batch) -> None:
         """Decide whether the device makes drafts after the step."""
         must_ask = self._awaits_drafts or not self._costs.has_slope
-        self._rest.plan(is_used=is_used, must_ask=must_ask)
+        self._rest.plan(is_used=batch.wants_device, must_ask=must_ask)
 
     def _note_uses(self, batch: _Batch, drafts: _Drafts, counts: Int64s) -> None:
         """Note which requests have had drafts that are not certain since the last review, of those

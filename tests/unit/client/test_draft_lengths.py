@@ -39,15 +39,16 @@ class Decoding:
 class Device:
     """Steps that take what a function of their rows and tokens says."""
 
-    def __init__(self, requests, cost_ms, seed=0, drafter_ms=0.0, change_ms=0.0):
+    def __init__(self, requests, cost_ms, seed=0, drafter_ms=0.0, change_ms=0.0, wake_ms=0.0):
         """drafter_ms: what it takes to make drafts after a step; change_ms: what a step takes
-        longer if the one before was of another kind."""
+        longer if the one before was of another kind; wake_ms: what the first drafts after a rest
+        take more."""
         self.now_s = 0.0
         self.changes = []
         self.lengths = DraftLengths(MOST, 1, lambda: self.now_s, self.changes.append)
         self.requests, self.cost_ms, self.rng = requests, cost_ms, random.Random(seed)
         self.drafter_ms, self.made_after = drafter_ms, {-1}
-        self.change_ms, self.last_kind = change_ms, None
+        self.change_ms, self.wake_ms, self.last_kind = change_ms, wake_ms, None
         self.in_flight = deque()
         self.drafted = []
         """Drafts of each step, in all."""
@@ -75,6 +76,8 @@ class Device:
                     request.last_step = number
                 kind, last_kind = (tokens, makes), self.last_kind
                 further_ms = self.drafter_ms * makes + self.change_ms * (kind != last_kind)
+                if makes and last_kind is not None and not last_kind[1]:
+                    further_ms += self.wake_ms
                 self.last_kind = kind
                 self.in_flight.append((drafts, tokens, further_ms))
                 self.drafted.append(tokens - rows)
@@ -210,6 +213,19 @@ def test_a_device_whose_drafts_do_not_pay_makes_none(rows):
     device.run(3000)
     best = max(Device(decoding(rows, 0.9), steep_at_8, 0, 2.0).run(600, k) for k in range(MOST + 1))
     assert device.run(600) >= 0.95 * best
+
+
+def test_a_drafter_that_is_slow_to_wake_rests_longer():
+    """Waking takes as long as ten steps here."""
+    device = Device(decoding(16, 0.0), small, drafter_ms=0.5, wake_ms=8.0)
+    device.run(600)
+    speed = device.run(6000)
+    assert speed >= 0.992 * Device(decoding(16, 0.0), small).run(600, 0)
+    for request in device.requests:
+        request.accuracy = 0.95
+    device.run(6000)
+    best = max(Device(decoding(16, 0.95), small, 0, 0.5).run(600, k) for k in range(MOST + 1))
+    assert device.run(600) >= 0.97 * best
 
 
 def test_a_drafter_that_turns_bad_midway_is_left_out_until_it_is_good_again():

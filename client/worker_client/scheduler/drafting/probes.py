@@ -29,7 +29,7 @@ FIRST_PROBE: Final = 3
 """Steps before the first one, which has no drafts and may cost what it will, and twice as many
 before each further one until the cost of a token is known: steps with prompts tell nothing."""
 MOST_SAVED: Final = 8.0
-"""Steps whose time may be saved for probes at most."""
+"""Steps whose time may be saved for probes at most, beside that of waking the device."""
 
 
 class DraftProbe(NamedTuple):
@@ -62,7 +62,13 @@ class Probes:
 
     def save(self, seconds: float) -> None:
         """Note that a step has taken so long."""
-        self._saved_s = min(self._saved_s + PROBE_SHARE * seconds, MOST_SAVED * seconds)
+        most_s = MOST_SAVED * seconds + self._costs.wake_s
+        self._saved_s = min(self._saved_s + PROBE_SHARE * seconds, most_s)
+
+    def pay(self, seconds: float) -> None:
+        """Note that a probe is to follow for which the device is woken first, which takes so long
+        beside the probe itself."""
+        self._saved_s -= seconds
 
     def is_due(self, number: int, *, is_hopeless: bool = False) -> bool:
         """Return True if step `number` comes late enough after the last probe. is_hopeless: of the
@@ -73,14 +79,21 @@ class Probes:
         return number - self._last >= wait
 
     def find(
-        self, counts: Int64s, room: Int64s, rate: float, *, is_hopeless: bool = False
+        self,
+        counts: Int64s,
+        room: Int64s,
+        rate: float,
+        wake_s: float,
+        *,
+        is_hopeless: bool = False,
     ) -> DraftProbe | None:
         """Return a probe: without drafts if the time of such a step is not known; else with the
         same number for each request, one after the other where drafts pay, and 1 where they do not.
         None: it would tell nothing, or cost too much.
 
         counts: int64 [requests], the best choice; room: the drafts that each may have; rate: tokens
-        per second of the best choice, as expected; is_hopeless: what drafts cost does not matter, a
+        per second of the best choice, as expected; wake_s: seconds that it takes more to make the
+        device draft again; is_hopeless: what drafts cost does not matter, a
         few outcomes do.
         """
         total, num_rows = int(counts.sum()), counts.size
@@ -102,7 +115,7 @@ class Probes:
         # Drafts beyond the best choice are counted as if they gained nothing; with fewer, all are.
         gained = best_s * rate if num_other > total else num_rows
         lost_s = max(0.0, float(other_s - gained / rate))
-        cost_s = num_steps * lost_s + 2 * self._costs.change_s
+        cost_s = num_steps * lost_s + 2 * self._costs.change_s + wake_s
         return DraftProbe(other, num_steps, cost_s) if cost_s <= self._saved_s else None
 
     def _other(self, total: int, room: Int64s) -> Int64s:

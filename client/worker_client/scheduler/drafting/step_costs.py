@@ -22,6 +22,8 @@ STALE: Final = 512
 OLD: Final = 2048
 """Steps after which the times of a cell are measured again if that is possible; and twice as many
 after which it takes worse ones."""
+WAKE_GAIN: Final = 1 / 4
+"""Weight of a new time in the mean of what waking costs: it comes rarely."""
 TIME_GAIN: Final = 1 / 8
 """Weight of a new time in the mean of its cell."""
 OUTLIER: Final = 0.5
@@ -55,6 +57,8 @@ class TimedStep(NamedTuple):
     """No other step was in flight when it was sent."""
     follows_its_like: bool
     """The step before, of the same group, had equal rows and tokens, and drafts as this one."""
+    wakes: bool = False
+    """The device has made no drafts after the step before."""
 
     @property
     def quality(self) -> int:
@@ -121,12 +125,19 @@ class StepCosts:
         """True if the cost of a token is known."""
         self.change_s = 0.0
         """Mean of what a step takes longer if the one before was of another kind."""
+        self.wake_s = 0.0
+        """Mean of what a step without drafts takes longer if the device makes drafts again after
+        it: a draft model has missed the tokens since."""
 
     def learn(self, step: TimedStep, seconds: float) -> None:
         """Take the time of a step into account."""
         self._num_steps += 1
         cells = self._by_rows.setdefault(column(step.num_rows), {})
         cell = cells.setdefault(_place(step.num_tokens), _Cell())
+        if step.wakes and step.num_rows == step.num_tokens and cell.quality == BEST:
+            longer_s = max(0.0, seconds - cell.seconds)
+            self.wake_s += (longer_s - self.wake_s) * (WAKE_GAIN if self.wake_s else 1.0)
+            return
         if cell.quality > step.quality == 0:
             longer_s = min(max(0.0, seconds - cell.seconds), MOST_LONGER * cell.seconds)
             self.change_s += (longer_s - self.change_s) * TIME_GAIN
@@ -193,7 +204,8 @@ class StepTimer:
         kind = num_rows, num_tokens, only_decodes, makes_drafts
         last = self._last.get(group)
         follows_its_like = last is not None and last[:4] == kind
-        step = TimedStep(*kind, self._clock(), not self._in_flight, follows_its_like)
+        wakes = makes_drafts and last is not None and not last.makes_drafts
+        step = TimedStep(*kind, self._clock(), not self._in_flight, follows_its_like, wakes)
         self._in_flight.append(step)
         self._last[group] = step
 
