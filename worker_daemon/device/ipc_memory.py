@@ -52,6 +52,9 @@ class ImportedMemory:
         """Of what is mapped."""
         self._allocations: dict[bytes, Tensor] = {}
         """By handle, uint8 [size]."""
+        self._arrays: dict[tuple[int, int], CudaArray] = {}
+        """By address and size, also of what is unmapped: torch keeps references to parts of each
+        one that it makes a tensor of, and addresses come again."""
 
     def view(
         self, handle: bytes, offset: int, shape: tuple[int, ...], dtype: torch.dtype
@@ -79,15 +82,15 @@ class ImportedMemory:
             self._call("cuIpcCloseMemHandle", self._addresses.pop())
 
     def _open(self, handle: bytes) -> Tensor:
-        """Return an allocation. One tensor for each handle: torch never frees some 170 bytes of
-        each that it makes of foreign memory, and an update has hundreds of names."""
+        """Return an allocation."""
         if handle not in self._allocations:
             address, start, size = c_uint64(), c_uint64(), c_size_t()
             copied = _IpcMemHandle.from_buffer_copy(handle)
             self._call("cuIpcOpenMemHandle_v2", byref(address), copied, _LAZY_PEER_ACCESS)
             self._addresses.append(address.value)
             self._call("cuMemGetAddressRange_v2", byref(start), byref(size), address)
-            array = CudaArray(address.value, size.value)
+            place = address.value, size.value
+            array = self._arrays.setdefault(place, CudaArray(*place))
             self._allocations[handle] = torch.as_tensor(array, device=self._device)
         return self._allocations[handle]
 
