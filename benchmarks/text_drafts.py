@@ -190,7 +190,7 @@ class Run(NamedTuple):
     method: str
     tok_s: float
     last_tok_s: float
-    """Over the last quarter of a batch's tokens, averaged."""
+    """Over the last quarter of a batch's tokens while all of its requests run, averaged."""
     accepted: float
     """Share of the drafts."""
     tokens_a_row: float
@@ -234,9 +234,10 @@ def serve(group: WorkerGroup, loaded: LoadedGroup, config: WorkerConfig, load: W
         times, counts = zip(*gained[begins:], strict=True)
         seconds += times[-1] - began
         num_tokens += sum(counts)
-        last = int(np.searchsorted(np.cumsum(counts), 0.75 * sum(counts)))
-        last_s += times[-1] - times[last]
-        num_last += sum(counts[last + 1 :])
+        end = max(at for at, count in enumerate(counts) if count >= len(batch.prompts))
+        last = int(np.searchsorted(np.cumsum(counts[: end + 1]), 0.75 * sum(counts[: end + 1])))
+        last_s += times[end] - times[last]
+        num_last += sum(counts[last + 1 : end + 1])
     drafts = driver.drafts
     places = np.cumsum([count for _, count in gained]) / sum(count for _, count in gained)
     return Run(

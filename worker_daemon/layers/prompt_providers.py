@@ -7,7 +7,6 @@ at load (provider_choice.py): a step never calls one for scores that it has not 
 Letters: L query tokens, R gathered positions, Hq and Hkv query and KV heads, D head_dim.
 """
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -129,10 +128,7 @@ class FlashAttention:
 
     def open(self) -> AttendGathered:
         """See PromptProvider."""
-        with warnings.catch_warnings():
-            # It uses names of its own compiler that are to be removed.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            from flash_attn.cute import flash_attn_func
+        from flash_attn.cute import flash_attn_func
 
         pack_gqa = self._pack_gqa
 

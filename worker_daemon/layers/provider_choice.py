@@ -8,6 +8,7 @@ same model imports a library only if it won, and times nothing.
 
 import logging
 import time
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -76,7 +77,9 @@ def choose_provider(
                 _LOG.info("%s does not compute chunks with %s: %s", label, kind, why)
         kinds = tuple(kind for kind in case.kinds if obstacles[kind] is None)
         if kinds:
-            return _try(ours, provider, label, replace(case, kinds=kinds), records, stopwatch)
+            with warnings.catch_warnings():  # what a library warns of as it compiles is its own
+                warnings.simplefilter("ignore")
+                return _try(ours, provider, label, replace(case, kinds=kinds), records, stopwatch)
     return ProviderChoice(ours)
 
 

@@ -28,6 +28,9 @@ from worker_daemon.worker.memory_tags import ALL_AWAKE, MemoryTags
 WEIGHT_CHUNK_BYTES: Final = 128 << 20
 """Small enough that memory is freed while the rest is copied, large enough that mapping costs
 little."""
+TORCH_SEGMENT_BYTES: Final = 2 << 20
+"""torch's allocator takes large memory from the device in multiples of it (PyTorch, "CUDA
+semantics", memory management)."""
 KV_CHUNK_BYTES: Final = 4 << 30
 """Chunk size of memory that is never copied, only mapped and zeroed."""
 
@@ -80,7 +83,13 @@ class TaggedMemory:
         """Return a zeroed [numel], in place of the previous one. Raises as hold_stages does."""
         if self._device.type == "cpu":  # Linux zeroes the pages on first touch
             return torch.from_numpy(np.zeros(numel * dtype.itemsize, np.uint8)).view(dtype)
-        return torch.zeros(numel, dtype=dtype, device=self._device)
+        # Whole segments of torch's allocator: it would give the rest of the last one to another
+        # tensor, and the whole cache could not be returned to the device before that one is freed.
+        num_bytes = numel * dtype.itemsize
+        num_segments = -(-num_bytes // TORCH_SEGMENT_BYTES)
+        size = num_segments * TORCH_SEGMENT_BYTES
+        whole = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        return whole[:num_bytes].view(dtype)
 
     def drop_kv_cache(self) -> None:
         """Free the KV cache; its tensors must not be used any more. Idempotent."""
