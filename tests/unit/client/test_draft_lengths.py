@@ -381,6 +381,23 @@ def test_a_single_late_step_changes_nothing():
     assert costs.seconds(32, np.array([12.0])) == pytest.approx([0.015])
 
 
+def test_a_step_that_wakes_the_drafter_tells_nothing_of_others():
+    """Otherwise it seems to take as long whatever its tokens, and drafts seem to be free."""
+    costs, sizes = StepCosts(), np.array([14.0, 15.0, 16.0, 32.0, 64.0, 80.0])
+    wakes = TimedStep(15, 15, True, True, 0.0, False, False, True)
+    costs.learn(wakes, 0.012)
+    assert costs.seconds(16, sizes).tolist() == [1.0] * len(sizes)  # nothing is known
+    for num_tokens, seconds in ((16, 0.001), (64, 0.002)) * 8:
+        step = TimedStep(16, num_tokens, True, num_tokens > 16, 0.0, False, True)
+        costs.learn(step, seconds)
+    before = costs.seconds(16, sizes).tolist()
+    costs.learn(wakes, 0.012)
+    assert costs.seconds(16, sizes).tolist() == before and costs.wake_s == 0.0
+    costs.learn(wakes._replace(num_rows=16, num_tokens=16), 0.012)
+    assert costs.seconds(16, sizes).tolist() == before
+    assert costs.wake_s == pytest.approx(0.011)
+
+
 def test_steps_with_prompts_and_failed_steps_teach_nothing():
     now = [0.0]
     lengths = DraftLengths(MOST, 1, lambda: now[0])

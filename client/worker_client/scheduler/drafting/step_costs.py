@@ -132,12 +132,11 @@ class StepCosts:
     def learn(self, step: TimedStep, seconds: float) -> None:
         """Take the time of a step into account."""
         self._num_steps += 1
+        if step.wakes and step.num_rows == step.num_tokens:
+            self._learn_wake(step, seconds)
+            return
         cells = self._by_rows.setdefault(column(step.num_rows), {})
         cell = cells.setdefault(_place(step.num_tokens), _Cell())
-        if step.wakes and step.num_rows == step.num_tokens and cell.quality == BEST:
-            longer_s = max(0.0, seconds - cell.seconds)
-            self.wake_s += (longer_s - self.wake_s) * (WAKE_GAIN if self.wake_s else 1.0)
-            return
         if cell.quality > step.quality == 0:
             longer_s = min(max(0.0, seconds - cell.seconds), MOST_LONGER * cell.seconds)
             self.change_s += (longer_s - self.change_s) * TIME_GAIN
@@ -145,6 +144,14 @@ class StepCosts:
         self.has_slope = self.has_slope or len(cells) > 1
         if is_taken and step.num_rows == step.num_tokens:
             self._undrafted[column(step.num_rows)] = self._num_steps
+
+    def _learn_wake(self, step: TimedStep, seconds: float) -> None:
+        """Take a step after which the device makes drafts again into account: it tells nothing of
+        other steps."""
+        cell = self._by_rows.get(column(step.num_rows), {}).get(_place(step.num_tokens))
+        if cell is not None and cell.quality == BEST:
+            longer_s = max(0.0, seconds - cell.seconds)
+            self.wake_s += (longer_s - self.wake_s) * (WAKE_GAIN if self.wake_s else 1.0)
 
     def knows_undrafted(self, num_rows: int) -> bool:
         """Return True if the time of a step without drafts was measured lately."""
