@@ -24,6 +24,8 @@ DECODE = "decode_bs"
 DEVICE = "NVIDIA H200"
 LLAMA = "latency llama-8b 1x1"
 VLLM_AS_SERVER = f"{LLAMA}, vLLM as the server"
+RATES = (4, 8, 16)
+"""Requests a second at which the driver was measured."""
 TIMELINES = {"one GPU": "kill_timeline.json", "two GPUs": "kill_timeline_x2.json"}
 """Records of benchmarks.kill_timeline in docs/, as far as they are there."""
 
@@ -225,13 +227,17 @@ def workloads_of(sources: Sources) -> Workloads:
 
 
 def latency_of(figures: Figures, sources: Sources) -> Latencies:
-    """Return latencies at 8 requests a second."""
+    """Return latencies under load."""
     server = sources.server
+    drivers = {"Driver": "no target", "Driver, --max-itl-ms 25": "target 25 ms"}
     return [
-        figures.latency("Driver", LLAMA, "poisson_8rps, no target"),
-        figures.latency("Driver, --max-itl-ms 25", LLAMA, "poisson_8rps, target 25 ms"),
-        Latency("worker-client serve", server.ttft_ms, server.itl_ms),
-        figures.latency("vLLM's server on a daemon", VLLM_AS_SERVER, "server, 8 requests/s"),
+        *(
+            figures.latency(f"{system}, {rate}/s", LLAMA, f"poisson_{rate}rps, {target}")
+            for system, target in drivers.items()
+            for rate in RATES
+        ),
+        Latency("worker-client serve, 8/s", server.ttft_ms, server.itl_ms),
+        figures.latency("vLLM's server on a daemon, 8/s", VLLM_AS_SERVER, "server, 8 requests/s"),
     ]
 
 

@@ -177,7 +177,7 @@ def _speed(axes: Axes, row: int, ours: float, vllm: float, theme: Theme) -> None
 
 def draw_latency(data: Latencies, theme: Theme) -> Figure:
     """Draw p50 and p99 of the times to the first and between two tokens."""
-    figure = Figure(figsize=(WIDTH, 2.4), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 0.7 + 0.42 * len(data)), layout="constrained")
     panels: Sequence[Axes] = figure.subplots(1, 2, sharey=True)
     shown = {
         "time to first token, ms": [latency.ttft_ms for latency in data],
