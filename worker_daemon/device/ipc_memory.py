@@ -49,7 +49,7 @@ class ImportedMemory:
             self._functions[name].argtypes = arguments
         self._device = device
         self._addresses: list[int] = []
-        """Of what is mapped."""
+        """Addresses of what is mapped."""
         self._allocations: dict[bytes, Tensor] = {}
         """By handle, uint8 [size]."""
         self._arrays: dict[tuple[int, int], CudaArray] = {}
