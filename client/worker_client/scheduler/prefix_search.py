@@ -51,19 +51,14 @@ class PrefixSearch:
         compute. If layers keep states, the prefix ends at a checkpoint."""
         if not self._may_begin(request):
             return self._nothing
-        hashes, step, fitted = self._hashes.of(request), self._step, 0
-        length = self._most(request)
-        while fitted != length:  # until every group can serve it
-            fitted = length
-            for group in range(len(self._groups)):
-                length = self._cached_length(group, hashes, length) // step * step
-            if self._has_checkpoints:
-                length = self._checkpointed_length(hashes, length)
+        hashes = self._hashes.of(request)
+        length = self._served_length(hashes, self._most(request))
         prefix = self._prefix(hashes, length)
         if self._outside is not None:
-            # A step loads so many; beyond that, half of a prefix is better than none.
+            # A step loads so many; beyond that, half of a prefix is better than none. Groups with
+            # windows need other blocks for it.
             while sum(own.count(OUTSIDE) for own in prefix.by_group) > self._outside.room:
-                length = length // 2 // step * step
+                length = self._served_length(hashes, length // 2 // self._step * self._step)
                 prefix = self._prefix(hashes, length)
         return prefix
 
@@ -103,6 +98,18 @@ class PrefixSearch:
     def _most(self, request: Request) -> int:
         """Return the length in hashes of the longest prefix that a request may have."""
         return request.most_cached // self._hashes.unit // self._step * self._step
+
+    def _served_length(self, hashes: Sequence[bytes], most: int) -> int:
+        """Return the length in hashes, at most `most`, of the longest prefix that every group can
+        serve; it ends at a checkpoint if layers keep states."""
+        length, fitted = most, 0
+        while fitted != length:
+            fitted = length
+            for group in range(len(self._groups)):
+                length = self._cached_length(group, hashes, length) // self._step * self._step
+            if self._has_checkpoints:
+                length = self._checkpointed_length(hashes, length)
+        return length
 
     def _cached_length(self, group: int, hashes: Sequence[bytes], most: int) -> int:
         """Return the length in hashes, at most `most`, of the longest prefix that a group can
