@@ -24,9 +24,9 @@ from rpc_schema.base import (
 )
 from rpc_schema.cached_blocks import BlockTag, HashBytes
 from rpc_schema.config import RendezvousAddress
-from rpc_schema.kv_cache import DType
+from rpc_schema.kv_cache import MAX_GROUPS, DType
 from rpc_schema.lifecycle import Acknowledged
-from rpc_schema.moved_blocks import MovedHashes, MovedNumbers
+from rpc_schema.moved_blocks import MAX_MOVED_BLOCKS, MovedHashes, MovedNumbers
 
 MAX_SHARDS: Final = 256
 """Bound on the ranks of a group in a transfer link."""
@@ -36,6 +36,28 @@ MAX_FAILED_MOVES: Final = 1024
 KVTransferState: TypeAlias = Literal["none", "opening", "open", "broken"]
 
 
+class KVShardGroup(Value, frozen=True, kw_only=True):
+    """A KV group of a shard."""
+
+    num_layers: Count
+    """Layers of this rank."""
+    sliding_window: Positive | None = None
+
+
+class KVDraftPages(Value, frozen=True, kw_only=True):
+    """The parts that a rank keeps of a draft model in each block of the first group. See KVShard
+    for the fields."""
+
+    layer_names: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=4096)]
+    first_head: Count
+    num_heads: Positive
+    rows: Positive
+    words: Positive
+    dtype: DType
+    weights: ContentHash
+    """Names the contents of the draft model's weights."""
+
+
 class KVShard(Value, frozen=True, kw_only=True):
     """The parts that a rank keeps of each block in its host tier: its handshake with the ranks of
     another group. A page is [rows, heads, words], in words of 4 bytes."""
@@ -43,7 +65,7 @@ class KVShard(Value, frozen=True, kw_only=True):
     pp_rank: Count
     tp_rank: Count
     layer_names: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=4096)]
-    """In the order of their pages."""
+    """In the order of their pages, group after group."""
     first_head: Count
     """Number of its first KV head among the model's. Ranks may have the same heads."""
     num_heads: Positive
@@ -54,6 +76,10 @@ class KVShard(Value, frozen=True, kw_only=True):
     dtype: DType
     weights: ContentHash
     """Names the contents of the weights that compute the blocks."""
+    groups: Annotated[tuple[KVShardGroup, ...], Meta(max_length=MAX_GROUPS)] = ()
+    """Empty: one, without a window."""
+    drafts: KVDraftPages | None = None
+    """None: this rank keeps nothing of a draft model."""
 
 
 Shards = Annotated[tuple[KVShard, ...], Meta(min_length=1, max_length=MAX_SHARDS)]
@@ -69,8 +95,8 @@ class GetKVConnectorHandshakeMetadata(
 
 class GetKVConnectorHandshakeMetadataReply(ControlReply, frozen=True, tag=51, kw_only=True):
     shard: KVShard | None = None
-    """None without a host tier, and if another group cannot use its blocks: with several KV groups,
-    and with a draft model."""
+    """None without a host tier, and if another group cannot use its blocks: layers differ in their
+    KV heads."""
 
 
 class OpenKVTransfer(ControlRequest[Acknowledged], frozen=True, tag=47, kw_only=True):
@@ -93,7 +119,12 @@ class OpenKVTransfer(ControlRequest[Acknowledged], frozen=True, tag=47, kw_only=
 class MoveKVBlocks(ControlRequest[Acknowledged], frozen=True, tag=48, kw_only=True):
     """Send the blocks in these slots, or receive blocks into them; answered at once. The ranks of a
     link do the same moves in the same order. Until the move has ended, the driver has no step store
-    to these slots."""
+    to these slots.
+
+    Groups of ranks may divide layers into KV groups in different ways. What both have alike are the
+    contents that all KV groups with one sliding window keep of the same tokens: their blocks, one
+    of each of these KV groups, have one name. Both name the same contents in the same order.
+    """
 
     epoch: Unsigned
     number: Unsigned
@@ -105,6 +136,10 @@ class MoveKVBlocks(ControlRequest[Acknowledged], frozen=True, tag=48, kw_only=Tr
     slots: MovedNumbers
     """No slot twice."""
     hashes: MovedHashes
+    kv_groups: Annotated[bytes, Meta(max_length=MAX_MOVED_BLOCKS)] = b""
+    """The KV group of each block, a byte each; empty: the first."""
+    names: MovedHashes = b""
+    """The name of each block's contents, as long as hashes; empty: hashes."""
 
 
 class GetKVTransfers(ControlRequest["GetKVTransfersReply"], frozen=True, tag=49, kw_only=True):

@@ -95,10 +95,10 @@ def main(patch: pytest.MonkeyPatch) -> None:
                         flips.add_done()
             return begin(self, step)
 
-        def flip_sent(self: _PeerLink, span: object, slots: object) -> object:
+        def flip_sent(self: _PeerLink, routes: object, contents: object) -> object:
             one_of, seed = flips.get("transit")
-            words = packed(self, span, slots)
-            rng.seed(f"{seed}-{slots.tolist()}")
+            words = packed(self, routes, contents)
+            rng.seed(f"{seed}-{contents.slots.tolist()}")
             for row in words.numpy().view(np.uint8):
                 if one_of and not rng.randrange(one_of):
                     row[rng.randrange(len(row))] ^= 1 << rng.randrange(8)

@@ -14,7 +14,7 @@ from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.device.host_rows import HostRows
 from worker_daemon.device.kept_memory import KeptMemory
 from worker_daemon.runner.connectors.block_identity import BlockIdentity
-from worker_daemon.runner.connectors.checksums import BlockParts
+from worker_daemon.runner.connectors.checksums import BlockParts, PageSection
 from worker_daemon.runner.connectors.host_tier import HostTier, KeptSlots
 from worker_daemon.runner.connectors.tier_index import SlotLayout, TierIndex
 from worker_daemon.runner.kv_cache import BlockPages, KVMemory
@@ -93,8 +93,8 @@ class ModelledTier:
         further = torch.zeros((NUM_BLOCKS, 2, 4), dtype=torch.int16, device=self.device)
         self.further = further
         blocks = BlockPages(KVMemory([], [further], self.pages))
-        names = tuple(f"layer {i}" for i in range(3))
-        parts = BlockParts(names, 0, 2, 1, words_per_page // 2, (4,))
+        further_section = PageSection(1, 0, 1, 1, 4)
+        parts = BlockParts((PageSection(3, 0, 2, 1, words_per_page // 2), further_section))
         limits = StepLimits(4, 16, 64, 40, 4, NUM_BLOCKS, num_host_blocks=NUM_SLOTS)
         self.state = RequestState(limits, make_parts(limits, self.device, TorchSampling()))
         sums = 4 * parts.checksum_words

@@ -47,9 +47,9 @@ def split_config(config):
 
 
 @contextlib.contextmanager
-def opened(endpoints, model, shape, make_recover=None, **options):
-    """A group and its driver."""
-    config, loading = split_config(CONFIG)
+def opened(endpoints, model, shape, make_recover=None, changes=None, **options):
+    """A group and its driver. changes: of CONFIG."""
+    config, loading = split_config({**CONFIG, **(changes or {})})
     with connect(endpoints, worker_config(model.path, *shape, **config), **loading) as served:
         group, loaded = served
         if make_recover is not None:
@@ -68,20 +68,21 @@ def prefill_pair(
     timeout_s=20.0,
     reopen_s=None,
     decode_model=None,
+    changes=(None, None),
 ):
     """The driver of the group that decodes, and the thread of the other one. source, destination:
     (pp, tp) of the groups. recover: functions that return what a driver calls after a death.
-    reopen_s: see PrefillThread."""
+    reopen_s: see PrefillThread. changes: of each group's CONFIG."""
     num_sources = source[0] * source[1]
     sources, own = endpoints[:num_sources], endpoints[num_sources:]
 
     def open_driver():
-        return opened(sources, model, source, recover[0])
+        return opened(sources, model, source, recover[0], changes[0])
 
     with PrefillThread(open_driver, timeout_s=timeout_s, reopen_s=reopen_s) as prefill:
         options = DriverOptions(prefill=prefill)
         of = decode_model or model
-        with opened(own, of, destination, recover[1], options=options) as driver:
+        with opened(own, of, destination, recover[1], changes[1], options=options) as driver:
             yield driver, prefill
 
 

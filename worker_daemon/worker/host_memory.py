@@ -11,11 +11,9 @@ from rpc_schema.kv_cache import KVCacheConfig, KVPages, LatentPages, RowState
 from worker_daemon.device.backup import RESERVE_BYTES, host_room_bytes
 from worker_daemon.device.host_rows import HostRows
 from worker_daemon.device.kept_memory import KeptMapping, KeptMemory
-from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.errors import config_error
-from worker_daemon.layers.cache_spec import KVLayerSpec
 from worker_daemon.runner.connectors.block_identity import BlockIdentity
-from worker_daemon.runner.connectors.checksums import WORD_BYTES, BlockParts
+from worker_daemon.runner.connectors.checksums import WORD_BYTES
 from worker_daemon.runner.connectors.staging import staging_device_bytes
 from worker_daemon.runner.connectors.tier_index import SlotLayout, TierIndex
 from worker_daemon.worker.loading import LoadedModel
@@ -68,51 +66,6 @@ def check_host_memory(
         raise config_error(_FIELD, size, problem, f"at most {most_bytes}, or raise that")
     if kept is not None:
         kept.check_room(size)
-
-
-def block_parts(plan: KVCacheConfig, model: LoadedModel, parallel: ParallelState) -> BlockParts:
-    """Return the parts of a rank's blocks that have checksums of their own: each KV head of each
-    layer, if the layers form one group; else all of a page, whose layer depends on the block."""
-    specs = {spec.layer_name: spec for spec in _with_pages(model)}
-    block_size = plan.groups[0].block_size if plan.groups else plan.block_size
-    further = tuple(
-        block_size * specs[name].bytes_per_token // WORD_BYTES for name in plan.draft_layers
-    )
-    num_tensors = max((len(group.layer_names) for group in plan.groups), default=0)
-    page_bytes = plan.size_bytes // plan.num_blocks // max(1, num_tensors)
-    whole = BlockParts(
-        tuple(f"pages {tensor}" for tensor in range(num_tensors)),
-        first_head=0,
-        num_heads=1,
-        rows=1,
-        words=page_bytes // WORD_BYTES,
-        further=further,
-    )
-    if len(plan.groups) != 1 or not num_tensors:
-        return whole
-    whole = whole._replace(layers=plan.groups[0].layer_names)
-    first = specs[whole.layers[0]]
-    if not isinstance(first, KVPages):
-        return whole
-    row_bytes = first.bytes_per_token // 2
-    head_bytes = row_bytes // first.num_kv_heads
-    if head_bytes % WORD_BYTES:
-        return whole
-    decoder = model.resolved.decoder
-    of_model = decoder.cache_specs(range(decoder.num_hidden_layers), tp_size=1)
-    num_heads = next(spec.num_kv_heads for spec in of_model if isinstance(spec, KVLayerSpec))
-    return whole._replace(
-        first_head=parallel.tp_rank * num_heads // parallel.tp_size,
-        num_heads=first.num_kv_heads,
-        rows=2 * block_size,
-        words=head_bytes // WORD_BYTES,
-    )
-
-
-def can_move(parts: BlockParts, plan: KVCacheConfig) -> bool:
-    """Return True if a rank's blocks can go to ranks of another group: each part is one layer's,
-    and none is a draft model's."""
-    return len(plan.groups) == 1 and bool(parts.layers) and not parts.further
 
 
 def open_tier_memory(

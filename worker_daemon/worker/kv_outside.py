@@ -15,16 +15,15 @@ from worker_daemon.runner.connectors.filed_blocks import FiledBlocks
 from worker_daemon.runner.connectors.files import FileConnector
 from worker_daemon.runner.connectors.host_tier import HostTier, KeptSlots
 from worker_daemon.runner.connectors.interface import KVConnector
-from worker_daemon.runner.connectors.peers import PeerTransfers, ShardPlace, SharedSlots
+from worker_daemon.runner.connectors.peers import PeerTransfers, PeerWeights, SharedSlots
 from worker_daemon.runner.connectors.tier_index import FORMAT, SlotLayout
 from worker_daemon.runner.kv_cache import BlockPages
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.token_history import TokenHistory
+from worker_daemon.worker.block_layout import block_parts, own_shard
 from worker_daemon.worker.filing import check_kv_files, open_filed_blocks
 from worker_daemon.worker.host_memory import (
     TierMemory,
-    block_parts,
-    can_move,
     check_host_memory,
     open_tier_memory,
 )
@@ -155,11 +154,12 @@ class KVOutside:
         parts = block_parts(plan, model, parallel)
         kept = None if memory.index is None else KeptSlots(memory.index, history.has_confirmed)
         tier = HostTier(pages, memory.rows, state, model.weights, parts, kept)
-        if can_move(parts, plan):
-            shard = ShardPlace(parallel.pp_rank, parallel.tp_rank, plan.groups[0].dtype, parts)
+        own = own_shard(plan, model, parallel, parts)
+        if own is not None:
             slots = SharedSlots(
                 memory.rows.rows, tier.arrivals, tier.counts, tier.have_left, state.host_contents
             )
-            self._peers = PeerTransfers(shard, slots, model.weights, self.meeting)
+            weights = PeerWeights(model.weights, model.draft_weights)
+            self._peers = PeerTransfers(own, slots, weights, self.meeting)
         self._connector = tier
         return tier

@@ -22,7 +22,7 @@ from worker_client.errors import WorkerDied, config_error
 from worker_client.group.kv_transfers import BlockMove, GroupTransfers, TransferLink
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import HoldingScheduler
-from worker_client.scheduler.block_exchange import HeldBlock, HostBlockExchange
+from worker_client.scheduler.block_exchange import HeldContents, HostBlockExchange
 from worker_host.metrics import HistogramCounts
 
 RETRY_S: Final = 0.5
@@ -53,12 +53,13 @@ class Described(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """Blocks of a prompt that are on their way to host memory, or there."""
+    """Contents of a prompt that are on their way to host memory, or there."""
 
     number: int
     """Number of the prompt."""
     tag: bytes
-    staged: list[HeldBlock]
+    """Tag of the names: HostBlockExchange.tag."""
+    names: list[bytes]
     """The first of those that were asked for; none if it has failed."""
 
 
@@ -120,14 +121,15 @@ class PrefillGroup(Protocol):
     def open_link(self, link: TransferLink) -> None:
         """Have its ranks join a transfer link."""
 
-    def compute(self, number: int, request: GenerationRequest, keys: list[bytes]) -> None:
-        """Compute a request's prompt, and ask for a Computed with blocks of these keys."""
+    def compute(self, number: int, request: GenerationRequest, names: list[bytes]) -> None:
+        """Compute a request's prompt, and ask for a Computed with contents of these names."""
 
     def drop(self, number: int) -> None:
         """Give up a prompt, or the blocks of one that is not sent."""
 
-    def send(self, link: TransferLink, number: int, move: BlockMove) -> None:
-        """Send a prompt's blocks, and drop the prompt when they are sent."""
+    def send(self, link: TransferLink, number: int, move: int, names: list[bytes]) -> None:
+        """Send contents of a prompt with the move of this number, and drop the prompt when they are
+        sent."""
 
     def news(self) -> list[PrefillNews]:
         """Return what has happened since the last call."""
@@ -139,7 +141,7 @@ class _Prompt:
 
     number: int
     request: GenerationRequest
-    keys: list[bytes]
+    names: list[bytes]
     """Contents that its request lacks."""
     deadline: float
     waiting: dict[str, float] = field(default_factory=dict)
@@ -147,7 +149,7 @@ class _Prompt:
     is_sent: bool = False
     """The other group computes it; False while there is no link."""
     move: int = 0
-    reserved: list[bytes] = field(default_factory=list)
+    reserved: list[HeldContents] = field(default_factory=list)
     """Contents that the move brings."""
 
 
@@ -164,7 +166,7 @@ class RemotePrefillPart(DriverPart):
         shards = None if exchange is None else transfers.get_metadata()
         if exchange is None or shards is None:
             problem = "the group has no host tier that another group can fill"
-            fix = "set cache.kv_host_memory_bytes, without a draft model, for one KV group"
+            fix = "set cache.kv_host_memory_bytes, for a model whose layers have the same KV heads"
             raise config_error("options.prefill", prefill, problem, fix)
         self._scheduler, self._exchange, self._prefill = scheduler, exchange, prefill
         self._counts = prefill.counts
@@ -224,24 +226,32 @@ class RemotePrefillPart(DriverPart):
 
     def _hold(self, request: GenerationRequest) -> None:
         """Hold a request until what it lacks is here, if anything can come."""
-        keys = self._exchange.lacking(request.id)
-        if not keys:
+        names = self._exchange.lacking(request.id)
+        if not names:
             return
-        shared = next((self._coming[key] for key in keys if key in self._coming), None)
+        shared = self._bringing(names)
         if shared is None:
             self._num_prompts += 1
             deadline = time.monotonic() + self._prefill.timeout_s
-            shared = _Prompt(self._num_prompts, request, keys, deadline)
+            shared = _Prompt(self._num_prompts, request, names, deadline)
             self._prompts[shared.number] = shared
-            self._coming |= dict.fromkeys(keys, shared)
+            self._coming |= dict.fromkeys(names, shared)
             if self._is_open:
                 self._compute(shared)
         shared.waiting[request.id] = time.monotonic()
         self._scheduler.hold_request(request.id)
 
+    def _bringing(self, names: list[bytes]) -> _Prompt | None:
+        """Return the prompt that brings some of these contents or, if a part of them is of no use,
+        all."""
+        found = [self._coming.get(name) for name in names]
+        if not self._exchange.needs_all:
+            return next((prompt for prompt in found if prompt is not None), None)
+        return found[0] if all(prompt is found[0] for prompt in found) else None
+
     def _compute(self, prompt: _Prompt) -> None:
         prompt.is_sent = True
-        self._prefill.compute(prompt.number, prompt.request, prompt.keys)
+        self._prefill.compute(prompt.number, prompt.request, prompt.names)
 
     def _ask_for_link(self) -> None:
         if self._link is None and not self._describing and time.monotonic() >= self._retry_at:
@@ -315,35 +325,34 @@ class RemotePrefillPart(DriverPart):
         if prompt is None or link is None or not self._is_open:
             self._prefill.drop(computed.number)
             return
-        slots = {each.key: each.slot for each in computed.staged}
         reserved = []
-        if computed.tag == self._scheduler.prefix_tag:
-            reserved = self._exchange.reserve([*slots])
+        if computed.tag == self._exchange.tag:
+            reserved = self._exchange.reserve(computed.names)
         if not reserved:
             self._prefill.drop(computed.number)
             self._release(prompt, "lacking")
             return
-        prompt.reserved = [each.key for each in reserved]
+        prompt.reserved = reserved
         self._num_moves += 1
         prompt.move = self._num_moves
-        move = BlockMove(
-            prompt.move, computed.tag, [each.slot for each in reserved], prompt.reserved
-        )
+        blocks = self._exchange.blocks_of(reserved)
         try:
+            move = BlockMove(prompt.move, self._scheduler.prefix_tag, blocks)
             self._transfers.move(link, move)
         except WorkerDaemonError as error:
             self._prefill.drop(computed.number)
             self._lose_link(str(error))
             return
-        sent = move._replace(slots=[slots[key] for key in prompt.reserved])
-        self._prefill.send(link, computed.number, sent)
+        names = [each.name for each in reserved]
+        self._prefill.send(link, computed.number, prompt.move, names)
 
     def _end_move(self, prompt: _Prompt, *, has_come: bool) -> None:
+        names = [each.name for each in prompt.reserved]
         if has_come:
-            self._exchange.fill(prompt.reserved)
-            self._counts.num_blocks += len(prompt.reserved)
+            self._exchange.fill(names)
+            self._counts.num_blocks += sum(len(each.slots) for each in prompt.reserved)
         else:
-            self._exchange.give_back(prompt.reserved)
+            self._exchange.give_back(names)
         prompt.reserved = []
         self._release(prompt, "moved" if has_come else "failed")
 
@@ -358,9 +367,9 @@ class RemotePrefillPart(DriverPart):
     def _forget(self, prompt: _Prompt, end: PromptEnd) -> None:
         self._counts.prompts[end] += 1
         del self._prompts[prompt.number]
-        for key in prompt.keys:
-            if self._coming.get(key) is prompt:
-                del self._coming[key]
+        for name in prompt.names:
+            if self._coming.get(name) is prompt:
+                del self._coming[name]
         if not prompt.move and prompt.is_sent:
             self._prefill.drop(prompt.number)
 

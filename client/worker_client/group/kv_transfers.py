@@ -12,6 +12,7 @@ import numpy as np
 from rpc_schema import kv_transfer as kt
 from rpc_schema.config import RendezvousAddress
 from worker_client.group.group_channel import GroupChannel
+from worker_client.scheduler.block_exchange import ExchangedBlocks
 from worker_client.wire.control_channel import PendingCall
 from worker_client.wire.worker_client import WorkerClient
 
@@ -36,14 +37,14 @@ class TransferLink:
 
 
 class BlockMove(NamedTuple):
-    """Blocks that move over a link. Slots are those of one of the groups."""
+    """Blocks that move over a link, as one of the groups knows them."""
 
     number: int
     """1 for the first of a link, then one more each."""
     tag: bytes
-    slots: Sequence[int]
-    keys: Sequence[bytes]
-    """Aligned with slots, all of one length."""
+    """Tag of the keys."""
+    blocks: ExchangedBlocks
+    """Names are those of the other group, too, in the same order."""
 
 
 class MovesReport(NamedTuple):
@@ -70,8 +71,8 @@ class GroupTransfers:
 
     def get_metadata(self) -> tuple[kt.KVShard, ...] | None:
         """Return what the ranks of another group must know of each rank, in rank order; None if
-        their blocks are of no use to others: without a host tier, with several KV groups, and with
-        a draft model.
+        their blocks are of no use to others: without a host tier, and if layers differ in their KV
+        heads.
 
         Raises:
             WorkerDied, WorkerError, DeadlineExceeded: a rank does not answer.
@@ -106,17 +107,20 @@ class GroupTransfers:
         for call in pending:
             call.result()
 
-    def move(self, link: TransferLink, blocks: BlockMove) -> None:
+    def move(self, link: TransferLink, move: BlockMove) -> None:
         """Have all ranks send or receive blocks. Raises as open() does."""
+        blocks = move.blocks
         ask = partial(
             kt.MoveKVBlocks,
             epoch=self._channel.epoch,
             number=link.number,
-            move=blocks.number,
-            block_tag=blocks.tag,
+            move=move.number,
+            block_tag=move.tag,
             hash_bytes=len(blocks.keys[0]),
             slots=np.array(blocks.slots, "<i4").tobytes(),
             hashes=b"".join(blocks.keys),
+            kv_groups=blocks.kv_groups,
+            names=b"".join(blocks.names),
         )
         for call in [client.begin(ask) for client in self._channel.daemons.present]:
             call.result()

@@ -35,7 +35,7 @@ from worker_client.errors import config_error
 from worker_client.group.kv_transfers import BlockMove, TransferLink
 from worker_client.inputs.sampling_params import SamplingParams
 from worker_client.requests import GenerationRequest, RequestOutput
-from worker_client.scheduler.block_exchange import HeldBlock, HostBlockExchange
+from worker_client.scheduler.block_exchange import HeldContents, HostBlockExchange
 
 DEFAULT_TIMEOUT_S: Final = 30.0
 POLL_S: Final = 0.002
@@ -125,17 +125,17 @@ class PrefillThread:
         """See PrefillGroup."""
         self._commands.put(lambda serving: serving.open_link(link))
 
-    def compute(self, number: int, request: GenerationRequest, keys: list[bytes]) -> None:
+    def compute(self, number: int, request: GenerationRequest, names: list[bytes]) -> None:
         """See PrefillGroup."""
-        self._commands.put(lambda serving: serving.compute(number, request, keys))
+        self._commands.put(lambda serving: serving.compute(number, request, names))
 
     def drop(self, number: int) -> None:
         """See PrefillGroup."""
         self._commands.put(lambda serving: serving.drop(number))
 
-    def send(self, link: TransferLink, number: int, move: BlockMove) -> None:
+    def send(self, link: TransferLink, number: int, move: int, names: list[bytes]) -> None:
         """See PrefillGroup."""
-        self._commands.put(lambda serving: serving.send(link, number, move))
+        self._commands.put(lambda serving: serving.send(link, number, move, names))
 
     def news(self) -> list[PrefillNews]:
         """See PrefillGroup."""
@@ -210,9 +210,9 @@ class _Serving:
         if self._scheduler is not None:
             self._exchange = self._scheduler.exchange
         self._computing: dict[str, tuple[int, list[bytes]]] = {}
-        """Number and keys, by the id of the request that computes a prompt."""
-        self._staged: dict[int, list[HeldBlock]] = {}
-        """Blocks that are kept, by prompt."""
+        """Number and names, by the id of the request that computes a prompt."""
+        self._staged: dict[int, list[HeldContents]] = {}
+        """Contents that are kept, by prompt."""
         self._moving: dict[int, int] = {}
         """Prompts, by move of the present link."""
         self._link: TransferLink | None = None
@@ -258,7 +258,7 @@ class _Serving:
             _LOG.warning("transfer link %d cannot be opened: %s", link.number, error)
             self._leave(link)
 
-    def compute(self, number: int, request: GenerationRequest, keys: list[bytes]) -> None:
+    def compute(self, number: int, request: GenerationRequest, names: list[bytes]) -> None:
         name = f"prefill-{number}"
         alone = replace(
             request,
@@ -270,7 +270,7 @@ class _Serving:
             output_token_ids=(),
             routed_experts=False,
         )
-        self._computing[name] = number, keys
+        self._computing[name] = number, names
         try:
             self._driver.add_request(alone)
         except WorkerDaemonError as error:
@@ -284,29 +284,37 @@ class _Serving:
             self._driver.abort_request(name)
         staged = self._staged.pop(number, None)
         if staged is not None and self._exchange is not None:
-            self._exchange.release([each.key for each in staged])
+            self._exchange.release([each.name for each in staged])
 
-    def send(self, link: TransferLink, number: int, move: BlockMove) -> None:
-        if link is not self._link or number not in self._staged:
+    def send(self, link: TransferLink, number: int, move: int, names: list[bytes]) -> None:
+        exchange, scheduler = self._exchange, self._scheduler
+        staged = {each.name: each for each in self._staged.get(number, ())}
+        if (
+            exchange is None
+            or scheduler is None
+            or link is not self._link
+            or not all(name in staged for name in names)
+        ):
             self.drop(number)
             self._tell(LinkLeft(link.number))
             return
-        self._moving[move.number] = number
+        self._moving[move] = number
+        blocks = exchange.blocks_of(staged[name] for name in names)
         try:
-            self._transfers.move(link, move)
+            self._transfers.move(link, BlockMove(move, scheduler.prefix_tag, blocks))
         except WorkerDaemonError as error:
             _LOG.warning("blocks cannot be sent: %s", error)
             self._leave(link)
 
     def _take(self, output: RequestOutput) -> None:
         """Keep the blocks of a prompt that was computed."""
-        number, keys = self._computing.pop(output.req_id, (0, []))
-        if not number or self._exchange is None or self._scheduler is None:
+        number, names = self._computing.pop(output.req_id, (0, []))
+        if not number or self._exchange is None:
             return
-        staged = [] if output.error else self._exchange.stage(keys)
+        staged = [] if output.error else self._exchange.stage(names)
         self._staged[number] = staged
         self._must_store = True
-        self._tell(Computed(number, self._scheduler.prefix_tag, staged))
+        self._tell(Computed(number, self._exchange.tag, [each.name for each in staged]))
 
     def _look(self, link: TransferLink) -> None:
         try:

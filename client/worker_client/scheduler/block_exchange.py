@@ -1,10 +1,17 @@
-"""Blocks of the host tier that go to other groups, or come from them. Contents are named by their
-keys: a hash of the tokens and all that decides their KV, and a byte for the KV group. Groups of one
-model whose weights have the same number and contents have the same keys."""
+"""Blocks of the host tier that go to other groups, or come from them.
+
+Groups of daemons may divide a model's layers into KV groups in different ways, but all keep the
+same of the tokens that a window sees. So a name stands for the contents that all KV groups with one
+window keep of the same tokens: a hash of these and all that decides their KV, and a byte for the
+window. A block's key has a byte for its KV group instead. Groups of one model whose weights have
+the same number and contents have the same names.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
+from rpc_schema.kv_cache import BlockGroup
+from rpc_schema.moved_blocks import MAX_MOVED_BLOCKS
 from worker_client.scheduler.block_pool import BlockPool
 from worker_client.scheduler.host_tier import TierSlots
 
@@ -12,20 +19,71 @@ KeysOf: TypeAlias = Callable[[str], list[bytes]]
 """Returns the keys of the blocks that a request may begin with."""
 
 
-class HeldBlock(NamedTuple):
-    """Contents, and their slot."""
+class HeldContents(NamedTuple):
+    """Contents, and their slots."""
 
-    key: bytes
-    slot: int
+    name: bytes
+    slots: tuple[int, ...]
+    """One for each KV group of their window."""
+
+
+class ExchangedBlocks(NamedTuple):
+    """The blocks of contents, in columns."""
+
+    slots: list[int]
+    keys: list[bytes]
+    kv_groups: bytes
+    """A byte each."""
+    names: list[bytes]
+
+
+class ContentNames:
+    """The names of contents, of a group of daemons."""
+
+    def __init__(self, groups: Sequence[BlockGroup], tag: bytes) -> None:
+        """groups: the KV groups. tag: BlockHashes.contents_tag."""
+        windows = sorted({group.window or 0 for group in groups})
+        self.tag = tag
+        """With equal tags, equal names mean equal contents."""
+        self.has_windows = windows != [0]
+        """True if contents of one kind alone are of no use: those of all windows belong to a
+        prefix, for which the next token sees only the last ones."""
+        self._kinds = [windows.index(group.window or 0) for group in groups]
+        """Place of each KV group's window among all."""
+
+    def name_of(self, key: bytes) -> bytes:
+        """Return the name of a block's contents."""
+        return key[:-1] + bytes((self._kinds[key[-1]],))
+
+    def keys_of(self, name: bytes) -> list[bytes]:
+        """Return the keys of the blocks that contents are in."""
+        return [
+            name[:-1] + bytes((group,))
+            for group, kind in enumerate(self._kinds)
+            if kind == name[-1]
+        ]
 
 
 class HostBlockExchange:
     """A view of the scheduler's host tier. Belongs to its thread."""
 
-    def __init__(self, tier: TierSlots, pool: BlockPool, keys_of: KeysOf) -> None:
+    def __init__(
+        self, tier: TierSlots, pool: BlockPool, keys_of: KeysOf, names: ContentNames
+    ) -> None:
         self._tier = tier
         self._pool = pool
         self._keys_of = keys_of
+        self._names = names
+
+    @property
+    def tag(self) -> bytes:
+        """With equal tags, equal names mean equal contents."""
+        return self._names.tag
+
+    @property
+    def needs_all(self) -> bool:
+        """True if a part of what a request lacks is of no use to it."""
+        return self._names.has_windows
 
     @property
     def num_slots(self) -> int:
@@ -33,45 +91,101 @@ class HostBlockExchange:
         return self._tier.num_exchanged
 
     def lacking(self, req_id: str) -> list[bytes]:
-        """Return the keys of the blocks that an unfinished request could begin with, and that are
-        neither in the KV cache nor in host memory, in its order."""
-        found = self._pool.contents(0)
+        """Return the names of the contents that an unfinished request could begin with, and that
+        are neither in the KV cache nor in host memory, in its order."""
         keys = self._keys_of(req_id)
-        return [key for key in keys if key[:-1] not in found and key not in self._tier]
+        return [*dict.fromkeys(self._names.name_of(key) for key in keys if not self._has(key))]
 
-    def stage(self, keys: Sequence[bytes]) -> list[HeldBlock]:
+    def stage(self, names: Sequence[bytes]) -> list[HeldContents]:
         """Keep the first of these contents in host memory for another group, up to one that is not
-        there: until release(). The next step stores those that only the KV cache has."""
-        staged = []
-        for key in keys:
-            slot = self._tier.pin(key, self._pool.find(key[-1], key[:-1]))
-            if slot is None:
+        there, or none if all are needed: until release(). The next step stores those that only the
+        KV cache has."""
+        staged: list[HeldContents] = []
+        for name in names:
+            slots = self._pin(self._names.keys_of(name))
+            if slots is None:
+                if self.needs_all:
+                    self.release([each.name for each in staged])
+                    staged = []
                 break
-            staged.append(HeldBlock(key, slot))
+            staged.append(HeldContents(name, slots))
         return staged
 
-    def release(self, keys: Iterable[bytes]) -> None:
+    def release(self, names: Iterable[bytes]) -> None:
         """Undo stage()."""
-        for key in keys:
-            self._tier.unpin(key)
+        for name in names:
+            for key in self._names.keys_of(name):
+                self._tier.unpin(key)
 
-    def reserve(self, keys: Sequence[bytes]) -> list[HeldBlock]:
-        """Give slots to the first of these contents, up to one that is here, or finds no room: the
-        caller has them filled, and then calls fill() or give_back()."""
-        reserved = []
-        for key in keys:
-            slot = self._tier.reserve(key)
-            if slot is None:
+    def reserve(self, names: Sequence[bytes]) -> list[HeldContents]:
+        """Give slots to the first of these contents that find room, or to none if all are needed,
+        but for those that are here or on their way: the caller has the slots filled, and then calls
+        fill() or give_back()."""
+        reserved: list[HeldContents] = []
+        num_slots = 0
+        for name in names:
+            keys = self._names.keys_of(name)
+            if all(map(self._has, keys)) or any(map(self._tier.is_coming, keys)):
+                continue
+            num_slots += len(keys)
+            slots = self._reserve(keys) if num_slots <= MAX_MOVED_BLOCKS else None
+            if slots is None:
+                if self.needs_all:
+                    self.give_back([each.name for each in reserved])
+                    reserved = []
                 break
-            reserved.append(HeldBlock(key, slot))
+            reserved.append(HeldContents(name, slots))
         return reserved
 
-    def fill(self, keys: Iterable[bytes]) -> None:
+    def fill(self, names: Iterable[bytes]) -> None:
         """Let requests load contents whose slots have been filled on all ranks."""
-        for key in keys:
-            self._tier.fill(key)
+        for name in names:
+            for key in self._names.keys_of(name):
+                self._tier.fill(key)
 
-    def give_back(self, keys: Iterable[bytes]) -> None:
+    def give_back(self, names: Iterable[bytes]) -> None:
         """Give up the slots of contents that have not come."""
-        for key in keys:
-            self._tier.give_back(key)
+        for name in names:
+            for key in self._names.keys_of(name):
+                self._tier.give_back(key)
+
+    def blocks_of(self, contents: Iterable[HeldContents]) -> ExchangedBlocks:
+        """Return the blocks of contents."""
+        rows = [
+            (slot, key, each.name)
+            for each in contents
+            for slot, key in zip(each.slots, self._names.keys_of(each.name), strict=True)
+        ]
+        return ExchangedBlocks(
+            [slot for slot, _, _ in rows],
+            [key for _, key, _ in rows],
+            bytes(key[-1] for _, key, _ in rows),
+            [name for _, _, name in rows],
+        )
+
+    def _has(self, key: bytes) -> bool:
+        return self._pool.find(key[-1], key[:-1]) is not None or key in self._tier
+
+    def _pin(self, keys: Sequence[bytes]) -> tuple[int, ...] | None:
+        """Keep blocks in their slots; return these, or None if one is not there."""
+        slots = []
+        for index, key in enumerate(keys):
+            slot = self._tier.pin(key, self._pool.find(key[-1], key[:-1]))
+            if slot is None:
+                for pinned in keys[:index]:
+                    self._tier.unpin(pinned)
+                return None
+            slots.append(slot)
+        return tuple(slots)
+
+    def _reserve(self, keys: Sequence[bytes]) -> tuple[int, ...] | None:
+        """Give a slot to each block; return them, or None if there is no room for one."""
+        slots = []
+        for index, key in enumerate(keys):
+            slot = self._tier.reserve(key)
+            if slot is None:
+                for reserved in keys[:index]:
+                    self._tier.give_back(reserved)
+                return None
+            slots.append(slot)
+        return tuple(slots)

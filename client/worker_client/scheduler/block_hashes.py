@@ -29,6 +29,10 @@ class BlockHashes:
         self.tag = _FORMAT + _digest_of(limits)
         """Name of the hash scheme. With equal tags, equal hashes mean equal contents, whichever
         driver made them."""
+        windows = sorted({group.window or 0 for group in limits.block_groups})
+        self.contents_tag = _FORMAT + _digest(f"{self.unit} {windows}")
+        """Name of the hash scheme but for the division of layers into groups: with equal tags,
+        groups with equal windows have equal contents under equal hashes."""
         self._weights = b""
         """Names the version of the weights; empty: none was named."""
 
@@ -67,4 +71,8 @@ def _digest_of(limits: SchedulerLimits) -> bytes:
     groups = ",".join(f"{group.block_size}/{group.window}" for group in limits.block_groups)
     if limits.checkpoint_blocks:
         groups += f",{limits.checkpoint_blocks}"
-    return blake2b(groups.encode(), digest_size=HASH_BYTES).digest()
+    return _digest(groups)
+
+
+def _digest(text: str) -> bytes:
+    return blake2b(text.encode(), digest_size=HASH_BYTES).digest()

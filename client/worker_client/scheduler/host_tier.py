@@ -107,10 +107,14 @@ class TierSlots:
         else:
             self._pinned[key] -= 1
 
+    def is_coming(self, key: bytes) -> bool:
+        """Return True if contents come from another group."""
+        return key in self._reserved
+
     def reserve(self, key: bytes) -> int | None:
         """Return a slot for contents that come from another group, until fill() or give_back();
-        None if they are here or on their way, or no slot is free."""
-        if key in self._slot_of or key in self._reserved:
+        None if they are on their way, or no slot is free."""
+        if key in self._reserved:
             return None
         slot = self._take_slot()
         if slot is not None:
@@ -118,7 +122,8 @@ class TierSlots:
         return slot
 
     def fill(self, key: bytes) -> None:
-        """Note that contents have come, unless all were forgotten since they were asked for."""
+        """Note that contents have come, unless they are in a slot already, or all were forgotten
+        since they were asked for."""
         slot, num_forgotten = self._reserved.pop(key)
         if key in self._slot_of or num_forgotten != self._num_forgotten:
             self._unused.append(slot)

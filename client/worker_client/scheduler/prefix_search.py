@@ -85,12 +85,19 @@ class PrefixSearch:
         return found
 
     def keys_of(self, request: Request) -> list[bytes]:
-        """Return the keys of the blocks that a request may begin with, in the first group."""
+        """Return the keys of the blocks that the longest prefix of a request takes, by group: in
+        groups with windows, those that its next token sees."""
         if not request.prefix.may_share:
             return []
-        hashes = self._hashes.of(request)
-        num_blocks = request.most_cached // self._groups[0].block_size
-        return [key_of(0, self._hashes.at(hashes, 0, index)) for index in range(num_blocks)]
+        hashes, length = self._hashes.of(request), self._most(request)
+        return [
+            key_of(group, self._hashes.at(hashes, group, index))
+            for group, blocks in enumerate(self._groups)
+            for index in range(
+                blocks_behind(length * self._hashes.unit, blocks),
+                length // self._hashes.strides[group],
+            )
+        ]
 
     def _may_begin(self, request: Request) -> bool:
         return self._is_enabled and request.prefix.may_share

@@ -19,7 +19,7 @@ from worker_client.requests import (
 )
 from worker_client.scheduler.adapter_updates import AdapterUpdates
 from worker_client.scheduler.admissions import admit
-from worker_client.scheduler.block_exchange import HostBlockExchange
+from worker_client.scheduler.block_exchange import ContentNames, HostBlockExchange
 from worker_client.scheduler.block_hashes import BlockHashes
 from worker_client.scheduler.block_pool import BlockPool
 from worker_client.scheduler.decode_groups import DecodeGroups
@@ -409,7 +409,10 @@ class Scheduler:
     def exchange(self) -> HostBlockExchange | None:
         """Blocks that other groups get and give; see ExchangingScheduler."""
         tier = self._place.tier
-        return None if tier is None else HostBlockExchange(tier, self._pool, self._keys_of)
+        if tier is None:
+            return None
+        names = ContentNames(self._limits.block_groups, self._hashes.contents_tag)
+        return HostBlockExchange(tier, self._pool, self._keys_of, names)
 
     def _keys_of(self, req_id: str) -> list[bytes]:
         return self._search.keys_of(self._queues.unfinished[req_id])

@@ -17,7 +17,12 @@ from tests.support.host_moves import (
     moves_of,
 )
 from worker_daemon.runner.connectors import staging
-from worker_daemon.runner.connectors.checksums import BlockParts, PartChecksums, numbers_of
+from worker_daemon.runner.connectors.checksums import (
+    BlockParts,
+    PageSection,
+    PartChecksums,
+    numbers_of,
+)
 
 CPU = torch.device("cpu")
 HASH = b"h" * HASH_BYTES
@@ -44,10 +49,10 @@ def test_blocks_are_what_a_model_of_them_says(seed, monkeypatch):
     assert status.num_held == len(tier.slots)
 
 
-def checksums_of(layers, first_head, num_heads, words, further=()):
+def checksums_of(num_pages, first_head, num_heads, words, further=()):
     """A function that returns the checksums of a row, with one row of each head in a page."""
-    parts = BlockParts(layers, first_head, num_heads, 1, words, further)
-    checksums = PartChecksums(parts, 1, CPU)
+    sections = (PageSection(num_pages, first_head, num_heads, 1, words), *further)
+    checksums = PartChecksums(BlockParts(sections), 1, CPU)
 
     def of(row, name=HASH):
         numbers = torch.from_numpy(numbers_of(np.frombuffer(name, np.uint8)[None]))
@@ -62,7 +67,7 @@ def random_row(num_words):
 
 def test_every_bit_counts():
     rows = random_row(5)
-    sums_of = checksums_of(("l",), 0, 1, 5)
+    sums_of = checksums_of(1, 0, 1, 5)
     before = sums_of(rows)
     for word in range(5):
         for bit in range(32):
@@ -73,7 +78,7 @@ def test_every_bit_counts():
 
 def test_words_that_change_places_and_top_bits_that_change_together_are_found():
     rows = random_row(64)
-    sums_of = checksums_of(("l",), 0, 1, 64)
+    sums_of = checksums_of(1, 0, 1, 64)
     before = sums_of(rows)
     for first in range(63):
         swapped, flipped = rows.clone(), rows.clone()
@@ -84,20 +89,22 @@ def test_words_that_change_places_and_top_bits_that_change_together_are_found():
 
 
 def test_a_part_has_the_same_checksum_on_any_rank_and_no_other_part_has_it():
-    """Two layers of four heads on one rank; one head of one layer on another."""
-    whole = checksums_of(("a", "b"), 0, 4, 3)
-    row = random_row(24)
+    """Two pages of four heads and one of two on one rank; one head of each page on another."""
+    whole = checksums_of(2, 0, 4, 3, (PageSection(1, 0, 2, 1, 3),))
+    row = random_row(30)
     sums = whole(row)
-    assert len({*sums}) == 8
-    pages = row.view(2, 4, 3)
-    for layer, name in enumerate(("a", "b")):
-        for head in range(4):
-            part = checksums_of((name,), head, 1, 3)
-            words = pages[layer, head][None]
-            assert part(words) == [sums[4 * layer + head]]
-            assert part(words, b"i" * HASH_BYTES) != part(words)
-            assert checksums_of((name,), (head + 1) % 4, 1, 3)(words) != part(words)
-            assert checksums_of(("c",), head, 1, 3)(words) != part(words)
+    assert len({*sums}) == 10
+    equal = row.clone()
+    equal[0, 12:24] = equal[0, :12]
+    assert len({*whole(equal)[:8]}) == 8
+    pages = row[:, :24].view(2, 4, 3)
+    for head in range(4):
+        part = checksums_of(2, head, 1, 3, (PageSection(1, 0, 1, 1, 3),))
+        words = torch.cat([*pages[:, head], row[0, 24:27]])[None]
+        assert part(words)[:2] == [sums[head], sums[4 + head]]
+        assert not {*part(words, b"i" * HASH_BYTES)} & {*part(words)}
+        other = checksums_of(2, (head + 1) % 4, 1, 3, (PageSection(1, 0, 1, 1, 3),))
+        assert not {*other(words)[:2]} & {*part(words)}
 
 
 def test_what_a_failed_step_has_stored_is_not_kept():

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from rpc_schema.errors import ConfigError
-from rpc_schema.kv_transfer import KVShard
+from rpc_schema.kv_transfer import KVDraftPages, KVShard, KVShardGroup
 from tests.support.exhaustive import seeds
 from worker_daemon.runner.connectors.peer_routes import find_routes
 
@@ -53,11 +53,12 @@ def test_each_part_comes_once_from_a_rank_that_has_it(seed):
         assert sent.num_heads == got.num_heads
         have = pages_of(sources[route.source])
         own = received[route.destination]
-        for source_layer, layer in zip(sent.layers, got.layers, strict=True):
+        for name, source, place in zip(route.layers, sent.pages, got.pages, strict=True):
+            assert destinations[route.destination].layer_names[place.page] == name
             for head in range(sent.num_heads):
-                assert own[layer, got.first_head + head] is None, (seed, route)
-                part = have[source_layer, sent.first_head + head]
-                own[layer, got.first_head + head] = part
+                assert own[place.page, got.first_head + head] is None, (seed, route)
+                part = have[source.page, sent.first_head + head]
+                own[place.page, got.first_head + head] = part
     for shard, found in zip(destinations, received, strict=True):
         assert (found == pages_of(shard)).all(), (seed, shapes, num_layers, num_heads)
 
@@ -79,6 +80,47 @@ def test_groups_of_other_blocks_are_refused(field, value):
     others = [structs.replace(each, **{field: value}) for each in destinations]
     with pytest.raises(ConfigError, match=f"shards.{field}"):
         find_routes(sources, others)
+
+
+def test_other_windows_are_refused():
+    rng = random.Random(0)
+    sources, destinations = (shards_of(4, 2, 1, 1, rng) for _ in range(2))
+    windowed = (KVShardGroup(num_layers=4, sliding_window=8),)
+    others = [structs.replace(each, groups=windowed) for each in destinations]
+    with pytest.raises(ConfigError, match=r"windows of layers\.0.*shards\.groups = 8"):
+        find_routes(sources, others)
+
+
+DRAFTS = KVDraftPages(
+    layer_names=("draft",),
+    first_head=0,
+    num_heads=2,
+    rows=8,
+    words=4,
+    dtype="float32",
+    weights=bytes(32),
+)
+
+
+@pytest.mark.parametrize("field", ["rows", "words", "dtype", "weights"])
+def test_other_draft_models_are_refused(field):
+    rng = random.Random(0)
+    values = {"rows": 16, "words": 8, "dtype": "bfloat16", "weights": b"w" * 32}
+    ours, theirs = (
+        [structs.replace(each, drafts=drafts) for each in shards_of(4, 2, 1, 1, rng)]
+        for drafts in (DRAFTS, structs.replace(DRAFTS, **{field: values[field]}))
+    )
+    with pytest.raises(ConfigError, match=rf"shards.drafts\.{field}"):
+        find_routes(ours, theirs)
+
+
+def test_a_group_with_a_draft_model_needs_one_that_has_it_too():
+    rng = random.Random(0)
+    plain = shards_of(4, 2, 1, 1, rng)
+    drafting = [structs.replace(each, drafts=DRAFTS) for each in plain]
+    assert len(find_routes(drafting, plain)) == 1
+    with pytest.raises(ConfigError, match="parts of a draft model that no rank"):
+        find_routes(plain, drafting)
 
 
 def test_layers_that_nobody_has_are_refused():

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -22,10 +23,20 @@ from tests.support.waiting import PATIENCE_S
 from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.runner.block_contents import BlockContents, versioned_tag
 from worker_daemon.runner.connectors import peers
-from worker_daemon.runner.connectors.checksums import BlockParts, PartChecksums, numbers_of
-from worker_daemon.runner.connectors.peers import PeerTransfers, ShardPlace, SharedSlots
+from worker_daemon.runner.connectors.checksums import (
+    BlockParts,
+    PageSection,
+    PartChecksums,
+    numbers_of,
+)
+from worker_daemon.runner.connectors.peers import (
+    OwnShard,
+    PeerTransfers,
+    PeerWeights,
+    SharedSlots,
+)
 
-NUM_SLOTS, ROWS, WORDS, NUM_LAYERS = 9, 4, 3, 6
+NUM_SLOTS, NUM_CONTENTS, ROWS, WORDS, NUM_LAYERS = 30, 8, 4, 3, 6
 TAG, CPU = b"tag", torch.device("cpu")
 
 
@@ -59,61 +70,108 @@ class MemoryChannel:
         pass
 
 
+class Contents(NamedTuple):
+    """What all KV groups of a window keep of some tokens."""
+
+    window: int
+    name: bytes
+    words: dict[str, torch.Tensor]
+    """[ROWS, all heads, WORDS] of each layer."""
+
+
 class Rank:
     """One rank of a group, and its slots."""
 
-    def __init__(self, place, num_heads):
-        parts = place.parts
-        self.parts, self.num_heads = parts, num_heads
-        self.rows = torch.zeros(
-            (NUM_SLOTS, 4 * (parts.num_words + parts.checksum_words)), dtype=torch.uint8
+    def __init__(self, shard, num_pages):
+        own, drafts = [(num_pages, shard)], shard.drafts
+        if drafts is not None:
+            own.append((len(drafts.layer_names), drafts))
+        self.parts = BlockParts(
+            tuple(
+                PageSection(count, each.first_head, each.num_heads, each.rows, each.words)
+                for count, each in own
+            )
         )
+        self.shard = shard
+        size = 4 * (self.parts.num_words + self.parts.checksum_words)
+        self.rows = torch.zeros((NUM_SLOTS, size), dtype=torch.uint8)
         counts = SimpleNamespace(num_sent=0, num_received=0)
         self.tier = SimpleNamespace(arrivals=deque(), counts=counts, have_left=lambda: True)
         self.contents = BlockContents(NUM_SLOTS)
         self.weights = SimpleNamespace(version=1, identity=SourceIdentity(bytes(32)))
+        drafts = SimpleNamespace(version=5, identity=SourceIdentity(b"d" * 32))
         slots = SharedSlots(self.rows, self.tier.arrivals, counts, lambda: True, self.contents)
-        self.peers = PeerTransfers(place, slots, self.weights, threading.Lock())
+        weights = PeerWeights(self.weights, drafts)
+        self.peers = PeerTransfers(OwnShard(shard, self.parts), slots, weights, threading.Lock())
 
-    def row_of(self, words, name):
-        """What this rank stores of a block, int32 [layers, ROWS, all heads, WORDS]."""
-        parts = self.parts
-        layers = [int(layer) for layer in parts.layers]
-        heads = slice(parts.first_head, parts.first_head + parts.num_heads)
-        own = words[layers][:, :, heads].reshape(1, -1)
-        numbers = torch.from_numpy(numbers_of(np.frombuffer(name, np.uint8)[None]))
-        sums = (PartChecksums(parts, 1, CPU).of(own) + numbers).view(torch.int32)
+    @property
+    def windows(self):
+        return [group.sliding_window or 0 for group in self.shard.groups]
+
+    def blocks_of(self, contents):
+        """The KV group and the key of each block of contents."""
+        own = [group for group, each in enumerate(self.windows) if each == contents.window]
+        return [(group, contents.name[:-1] + bytes([group])) for group in own]
+
+    def row_of(self, contents, group, key, unused=torch.zeros):
+        """What this rank stores of a block, int32 [words and checksums]. unused: makes the words
+        of pages that the block does not use."""
+        first = sum(each.num_layers for each in self.shard.groups[:group])
+        names = self.shard.layer_names[first : first + self.shard.groups[group].num_layers]
+        pages = [self._page(contents, name, self.shard) for name in names]
+        section = self.parts.sections[0]
+        pages.append(unused((section.num_pages - len(names)) * section.page_words).int())
+        drafts = self.shard.drafts
+        if drafts is not None and group == 0:
+            pages += [self._page(contents, name, drafts) for name in drafts.layer_names]
+        elif drafts is not None:
+            pages.append(unused(self.parts.sections[1].num_words).int())
+        own = torch.cat(pages)[None]
+        numbers = torch.from_numpy(numbers_of(np.frombuffer(key, np.uint8)[None]))
+        sums = (PartChecksums(self.parts, 1, CPU).of(own) + numbers).view(torch.int32)
         return torch.cat([own, sums], dim=1)[0]
 
-    def store(self, slot, words, name):
-        self.rows.view(torch.int32)[slot] = self.row_of(words, name)
-        hashes = np.frombuffer(name, np.uint8)[None]
-        slots = np.array([slot], np.int32)
-        self.contents.store(versioned_tag(TAG, 1), slots, hashes, 1)
+    def _page(self, contents, name, form):
+        heads = slice(form.first_head, form.first_head + form.num_heads)
+        return contents.words[name][:, heads].reshape(-1)
+
+    def store(self, slots, contents):
+        for slot, (group, key) in zip(slots, self.blocks_of(contents), strict=True):
+            self.rows.view(torch.int32)[slot] = self.row_of(contents, group, key, random_words)
+            hashes, own = np.frombuffer(key, np.uint8)[None], np.array([slot], np.int32)
+            self.contents.store(versioned_tag(TAG, 1), own, hashes, 1)
+
+
+def random_words(*shape):
+    return torch.randint(-(2**31), 2**31, shape, dtype=torch.int64).int()
 
 
 class Pair:
-    """Two groups, and a link between them."""
+    """Two groups of one random model, and a link between them. Layers have some windows; the groups
+    divide those of each window into KV groups in ways of their own."""
 
     def __init__(self, rng, monkeypatch):
         self.rng, self.num_heads = rng, 2 ** rng.randint(0, 2)
         monkeypatch.setattr(peers, "MESSAGE_BYTES", rng.choice([1, 1000, 1 << 20]))
         monkeypatch.setattr(peers, "_STORE_WAIT_S", 0.05)
+        windows = rng.choice([[0], [8], [0, 8], [0, 8, 20]])
+        self.window_of = {f"l{i}": rng.choice(windows) for i in range(NUM_LAYERS)}
+        self.drafts = tuple(f"d{i}" for i in range(rng.randint(0, 2)))
+        self.draft_heads = 2 ** rng.randint(0, 2)
+        if 0 not in self.window_of.values():
+            self.drafts = ()
         self.sources, self.destinations = (
             self._group(rng.randint(1, 3), 2 ** rng.randint(0, 3)) for _ in range(2)
         )
         numbers = range(len(self.ranks))
         queues = {pair: queue.SimpleQueue() for pair in itertools.product(numbers, repeat=2)}
         monkeypatch.setattr(peers, "PeerChannel", lambda meeting: MemoryChannel(queues, meeting))
-        self.blocks = {}
-        """Words and name of what each slot of the sources holds."""
-        for slot in range(NUM_SLOTS):
-            words = torch.randint(
-                -(2**31), 2**31, (NUM_LAYERS, ROWS, self.num_heads, WORDS), dtype=torch.int64
-            ).int()
-            self.blocks[slot] = words, rng.randbytes(17)
-            for rank in self.sources:
-                rank.store(slot, *self.blocks[slot])
+        self.contents = [self._contents() for _ in range(NUM_CONTENTS)]
+        self.held = self.places(self.sources[0], self.contents)
+        """The sources' slots of each of the contents."""
+        for rank in self.sources:
+            for slots, contents in zip(self.held, self.contents, strict=True):
+                rank.store(slots, contents)
         self.num_moves = 0
         self.open()
 
@@ -121,16 +179,67 @@ class Pair:
     def ranks(self):
         return [*self.sources, *self.destinations]
 
+    def _contents(self):
+        window = self.rng.choice([*self.window_of.values()])
+        words = {
+            name: random_words(ROWS, self.num_heads, WORDS)
+            for name, own in self.window_of.items()
+            if own == window
+        }
+        if window == 0:
+            words |= {name: random_words(2, self.draft_heads, 5) for name in self.drafts}
+        return Contents(window, self.rng.randbytes(17), words)
+
+    def places(self, rank, contents):
+        """Random slots of a rank for the blocks of each of these contents."""
+        free = self.rng.sample(range(NUM_SLOTS), NUM_SLOTS)
+        return [[free.pop() for _ in rank.blocks_of(each)] for each in contents]
+
     def _group(self, pp, tp):
-        cuts = sorted(self.rng.sample(range(1, NUM_LAYERS), pp - 1))
+        rng = self.rng
+        cuts = sorted(rng.sample(range(1, NUM_LAYERS), pp - 1))
         borders, ranks = [0, *cuts, NUM_LAYERS], []
+        windows = sorted({*self.window_of.values()})
+        num_groups = [rng.randint(1, 3) for _ in windows]
         for stage in range(pp):
-            layers = tuple(map(str, range(borders[stage], borders[stage + 1])))
+            names = [f"l{i}" for i in range(borders[stage], borders[stage + 1])]
+            by_group, of_group = [], []
+            for window, count in zip(windows, num_groups, strict=True):
+                own = [name for name in names if self.window_of[name] == window]
+                ends = [0, *sorted(rng.randint(0, len(own)) for _ in range(count - 1)), len(own)]
+                by_group += [own[first:end] for first, end in itertools.pairwise(ends)]
+                of_group += [window or None] * count
+            groups = tuple(
+                kt.KVShardGroup(num_layers=len(own), sliding_window=window)
+                for own, window in zip(by_group, of_group, strict=True)
+            )
             for rank in range(tp):
-                first, count = rank * self.num_heads // tp, max(1, self.num_heads // tp)
-                parts = BlockParts(layers, first, count, ROWS, WORDS)
-                ranks.append(Rank(ShardPlace(stage, rank, "float32", parts), self.num_heads))
+                shard = kt.KVShard(
+                    pp_rank=stage,
+                    tp_rank=rank,
+                    layer_names=tuple(itertools.chain(*by_group)),
+                    **heads_of(self.num_heads, rank, tp),
+                    rows=ROWS,
+                    words=WORDS,
+                    dtype="float32",
+                    weights=bytes(32),
+                    groups=groups,
+                    drafts=self._drafts(rank, tp) if stage == pp - 1 else None,
+                )
+                ranks.append(Rank(shard, max(map(len, by_group))))
         return ranks
+
+    def _drafts(self, rank, tp):
+        if not self.drafts:
+            return None
+        return kt.KVDraftPages(
+            layer_names=self.drafts,
+            **heads_of(self.draft_heads, rank, tp),
+            rows=2,
+            words=5,
+            dtype="float32",
+            weights=bytes(32),
+        )
 
     def message(self, rank, **fields):
         made = kt.OpenKVTransfer(
@@ -149,12 +258,22 @@ class Pair:
         for number, rank in enumerate(self.ranks):
             rank.peers.open(self.message(number))
 
-    def move(self, pairs, **fields):
-        """Move blocks between pairs of slots, and return each rank's report once it has ended."""
+    def move(self, chosen, targets, **fields):
+        """Move contents, by their places, to slots of the destinations, and return each rank's
+        report once it has ended."""
         self.num_moves += 1
-        names = b"".join(self.blocks[source][1] for source, _ in pairs)
+        held = [self.held[place] for place in chosen]
         for rank in self.ranks:
-            slots = [pair[rank not in self.sources] for pair in pairs]
+            columns = ([], b"", b"", b"")
+            for place, own in zip(chosen, held if rank in self.sources else targets, strict=True):
+                contents = self.contents[place]
+                for slot, (group, key) in zip(own, rank.blocks_of(contents), strict=True):
+                    columns = (
+                        [*columns[0], slot],
+                        columns[1] + key,
+                        columns[2] + bytes([group]),
+                        columns[3] + contents.name,
+                    )
             made = kt.MoveKVBlocks(
                 call=1,
                 epoch=1,
@@ -162,8 +281,10 @@ class Pair:
                 move=self.num_moves,
                 block_tag=TAG,
                 hash_bytes=17,
-                slots=np.array(slots, "<i4").tobytes(),
-                hashes=names,
+                slots=np.array(columns[0], "<i4").tobytes(),
+                hashes=columns[1],
+                kv_groups=columns[2],
+                names=columns[3],
             )
             rank.peers.move(structs.replace(made, **fields))
         return [self.report(rank) for rank in self.ranks]
@@ -194,33 +315,42 @@ def make_pair(monkeypatch):
         pair.close()
 
 
-@pytest.mark.parametrize("seed", seeds(8, of=100))
+def heads_of(num_heads, rank, tp):
+    return {"first_head": rank * num_heads // tp, "num_heads": max(1, num_heads // tp)}
+
+
+@pytest.mark.parametrize("seed", seeds(10, of=300))
 def test_slots_hold_what_the_ranks_own_device_would_have_stored(make_pair, seed):
     pair = make_pair(seed)
     rng, expected = pair.rng, {}
-    for _ in range(4):
-        count = rng.randint(1, NUM_SLOTS)
-        places = [rng.sample(range(NUM_SLOTS), count) for _ in range(2)]
-        moved = list(zip(*places, strict=True))
-        assert all(not report.failed for report in pair.move(moved)), seed
-        expected |= {target: pair.blocks[source] for source, target in moved}
+    for _ in range(3):
+        chosen = rng.sample(range(NUM_CONTENTS), rng.randint(1, NUM_CONTENTS))
+        moved = [pair.contents[place] for place in chosen]
+        targets = pair.places(pair.destinations[0], moved)
+        assert all(not report.failed for report in pair.move(chosen, targets)), seed
+        for contents, slots in zip(moved, targets, strict=True):
+            blocks = pair.destinations[0].blocks_of(contents)
+            for slot, block in zip(slots, blocks, strict=True):
+                expected[slot] = contents, *block
         for rank in pair.destinations:
-            for slot, block in expected.items():
-                assert torch.equal(rank.rows.view(torch.int32)[slot], rank.row_of(*block)), seed
             arrival = rank.tier.arrivals[-1]
             assert (arrival.tag, arrival.version) == (TAG, 1)
-            assert arrival.slots.tolist() == [target for _, target in moved]
-            names = [pair.blocks[source][1] for source, _ in moved]
-            assert [each.tobytes() for each in arrival.hashes] == names
+            assert arrival.slots.tolist() == [slot for own in targets for slot in own]
+            keys = [key for each in moved for _, key in rank.blocks_of(each)]
+            assert [each.tobytes() for each in arrival.hashes] == keys
+    for rank in pair.destinations:
+        for slot, block in expected.items():
+            assert torch.equal(rank.rows.view(torch.int32)[slot], rank.row_of(*block)), seed
 
 
 @pytest.mark.parametrize("seed", seeds(4, of=40))
 def test_a_block_that_a_source_lacks_fails_its_move_alone(make_pair, seed):
     pair = make_pair(seed)
     lacking = pair.rng.choice(pair.sources)
-    lacking.contents.write(np.array([3], np.int32), 2)
+    lacking.contents.write(np.array([pair.rng.choice(pair.held[3])], np.int32), 2)
     before = [rank.rows.clone() for rank in pair.destinations]
-    reports = pair.move([(2, 0), (3, 1)])
+    targets = pair.places(pair.destinations[0], pair.contents)
+    reports = pair.move([2, 3], targets[2:4])
     assert reports[pair.ranks.index(lacking)].failed == (1,), seed
     failed = [rank for rank in pair.destinations if pair.report(rank).failed]
     for rank, rows in zip(pair.destinations, before, strict=True):
@@ -228,17 +358,21 @@ def test_a_block_that_a_source_lacks_fails_its_move_alone(make_pair, seed):
             assert torch.equal(rank.rows, rows), seed
             assert not rank.tier.arrivals
     assert failed or len(pair.sources) > 1, seed
-    reports = pair.move([(2, 0), (4, 1)])
+    reports = pair.move([2, 4], [targets[2], targets[4]])
     assert all(2 not in report.failed for report in reports), seed
+    contents = pair.contents[4]
     for rank in pair.destinations:
-        assert torch.equal(rank.rows.view(torch.int32)[1], rank.row_of(*pair.blocks[4])), seed
+        for slot, block in zip(targets[4], rank.blocks_of(contents), strict=True):
+            found = rank.rows.view(torch.int32)[slot]
+            assert torch.equal(found, rank.row_of(contents, *block)), seed
 
 
 def test_weights_that_have_changed_on_one_side_send_nothing(make_pair):
     pair = make_pair(1)
     for rank in pair.destinations:
         rank.weights.identity = SourceIdentity(b"w" * 32)
-    for rank, report in zip(pair.ranks, pair.move([(0, 0)]), strict=True):
+    targets = pair.places(pair.destinations[0], pair.contents[:1])
+    for rank, report in zip(pair.ranks, pair.move([0], targets), strict=True):
         if rank in pair.destinations:
             assert report.failed == (1,)
             assert not rank.tier.arrivals
@@ -267,8 +401,28 @@ def test_moves_and_links_out_of_order_are_refused(make_pair):
         named = np.array(slots, "<i4").tobytes()
         with pytest.raises(ConfigError, match=said):
             first.peers.move(structs.replace(move, slots=named))
-    with pytest.raises(ConfigError, match="hashes = '3 bytes'"):
-        first.peers.move(structs.replace(move, hashes=b"abc"))
+    many = {"slots": bytes(4) + b"\1" + bytes(3), "hashes": bytes(34)}
+    for fields, said in (
+        ({"hashes": b"abc"}, "hashes = '3 bytes'"),
+        ({"names": b"abc"}, "names = '3 bytes'"),
+        ({"kv_groups": b"\0\0"}, "kv_groups = '2 bytes'"),
+        ({"kv_groups": bytes([len(first.windows)])}, f"kv_groups = {len(first.windows)}"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            first.peers.move(structs.replace(move, **fields))
+    groups = next(
+        (
+            own
+            for window in {*first.windows}
+            if len(own := [g for g, each in enumerate(first.windows) if each == window]) > 1
+        ),
+        None,
+    )
+    if groups is not None:
+        names = bytes(17) + b"n" * 17
+        unlike = structs.replace(move, **many, kv_groups=bytes(groups[:2]), names=names)
+        with pytest.raises(ConfigError, match=f"KV group {groups[1]} has other contents"):
+            first.peers.move(unlike)
     with pytest.raises(FencedError, match="is not above link 1"):
         first.peers.open(pair.message(0))
     with pytest.raises(ConfigError, match="no such member"):
@@ -277,5 +431,6 @@ def test_moves_and_links_out_of_order_are_refused(make_pair):
     others = (changed, *pair.message(0).sources[1:])
     with pytest.raises(ConfigError, match="other blocks"):
         first.peers.open(pair.message(0, number=2, sources=others))
-    assert all(not report.failed for report in pair.move([(0, 0)]))
+    targets = pair.places(pair.destinations[0], pair.contents[:1])
+    assert all(not report.failed for report in pair.move([0], targets))
     first.peers.open(pair.message(0, epoch=2))  # of the next driver

@@ -22,71 +22,99 @@ CHECKSUM_WORDS: Final = 2
 _Hashes: TypeAlias = npt.NDArray[np.uint8]
 
 
-class BlockParts(NamedTuple):
-    """The parts into which a block's words are divided: the keys and values of a KV head in a
-    layer, or all that a layer keeps. Ranks of any shape that have the same layer and head have the
-    same part, so a checksum survives a different division among ranks."""
+class PageSection(NamedTuple):
+    """Pages of a block that are divided alike. A part is what a page has of a KV head, or all of
+    it."""
 
-    layers: tuple[str, ...]
-    """Names of the layers, in the order of their pages."""
+    num_pages: int
     first_head: int
     """Number of this rank's first KV head among those of the model."""
     num_heads: int
-    """Parts of a layer; 1 if its pages are one part."""
+    """Parts of a page."""
     rows: int
     """Rows of a page, each with words of all heads in turn: 2 * block_size for keys and values."""
     words: int
     """Words of a head in a row."""
-    further: tuple[int, ...] = ()
-    """Words of each further page, a part of its own."""
 
     @property
-    def layer_words(self) -> int:
-        """Words of a block in all layers."""
-        return len(self.layers) * self.rows * self.num_heads * self.words
+    def page_words(self) -> int:
+        """Words of a page."""
+        return self.rows * self.num_heads * self.words
+
+    @property
+    def num_words(self) -> int:
+        """Words of all pages."""
+        return self.num_pages * self.page_words
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of all pages."""
+        return self.num_pages * self.num_heads
+
+    def keys(self) -> Int64s:
+        """Return a random odd key for each word of a page, which depends on the head's number and
+        the word's place in the part alone."""
+        size = self.rows * self.words
+        heads = range(self.first_head, self.first_head + self.num_heads)
+        keys = np.array([named_keys(f"head {head}", size) for head in heads], np.int64)
+        return keys.reshape(-1, self.rows, self.words).transpose(1, 0, 2).ravel()
+
+
+class BlockParts(NamedTuple):
+    """The parts into which a block's words are divided. Ranks of any shape that have the same layer
+    and head have the same part."""
+
+    sections: tuple[PageSection, ...]
+    """In the order of their words: first the layers' pages."""
 
     @property
     def num_words(self) -> int:
         """W."""
-        return self.layer_words + sum(self.further)
-
-    @property
-    def num_layer_parts(self) -> int:
-        """Parts of all layers."""
-        return len(self.layers) * self.num_heads
+        return sum(section.num_words for section in self.sections)
 
     @property
     def num_parts(self) -> int:
-        """U: those of the layers, then the further pages."""
-        return self.num_layer_parts + len(self.further)
+        """U."""
+        return sum(section.num_parts for section in self.sections)
 
     @property
     def checksum_words(self) -> int:
         """Words of a block's checksums."""
         return CHECKSUM_WORDS * self.num_parts
 
-    def by_head(self, rows: Tensor) -> Tensor:
-        """View the layers' words of rows [n, W or more] as [n, layers, rows, heads, words]."""
-        shape = (-1, len(self.layers), self.rows, self.num_heads, self.words)
-        return rows[:, : self.layer_words].view(shape)
+    def by_page(self, rows: Tensor) -> list[Tensor]:
+        """View rows [n, W or more] as [n, pages, words of a page], by section."""
+        sizes = [section.num_words for section in self.sections]
+        own = torch.split(rows[:, : self.num_words], sizes, dim=1)
+        return [
+            pages.view(rows.shape[0], section.num_pages, section.page_words)
+            for section, pages in zip(self.sections, own, strict=True)
+        ]
 
-    def sums(self, values: Tensor) -> Tensor:
-        """Add up the values [n, W] of each part; return [n, U]."""
-        own = self.by_head(values).sum(dim=(2, 4)).flatten(1)
-        if not self.further:
-            return own
-        others = torch.split(values[:, self.layer_words :], list(self.further), dim=1)
-        return torch.cat([own, *(other.sum(dim=1, keepdim=True) for other in others)], dim=1)
+    def by_head(self, rows: Tensor) -> list[Tensor]:
+        """View rows [n, W or more] as [n, pages, rows, heads, words], by section."""
+        return [
+            pages.view(*pages.shape[:2], section.rows, section.num_heads, section.words)
+            for section, pages in zip(self.sections, self.by_page(rows), strict=True)
+        ]
 
-    def keys(self) -> Int64s:
-        """Return a random odd key for each word [W], which depends on the layer's name, the head's
-        number and the word's place in the part alone."""
-        size = self.rows * self.words
-        heads = range(self.first_head, self.first_head + self.num_heads)
-        parts = [named_keys(f"{layer} {head}", size) for layer in self.layers for head in heads]
-        by_head = np.array(parts, np.int64).reshape(-1, self.num_heads, self.rows, self.words)
-        others = [named_keys(f"further page {i}", count) for i, count in enumerate(self.further)]
-        return np.concatenate([by_head.transpose(0, 2, 1, 3).ravel(), *others])
+    def by_part(self, checksums: Tensor) -> list[Tensor]:
+        """View a value of each part, or several, [n, U * values], as [n, pages, heads, values], by
+        section."""
+        num_values = checksums.shape[1] // self.num_parts
+        sizes = [num_values * section.num_parts for section in self.sections]
+        return [
+            own.view(-1, section.num_pages, section.num_heads, num_values)
+            for section, own in zip(
+                self.sections, torch.split(checksums, sizes, dim=1), strict=True
+            )
+        ]
+
+    def page_numbers(self) -> list[Int64s]:
+        """Return a random number of each page's place, by section."""
+        counts = [section.num_pages for section in self.sections]
+        drawn = named_keys("pages", sum(counts))
+        return np.split(drawn, np.cumsum(counts)[:-1])
 
 
 class BlockChecksums:
@@ -123,13 +151,20 @@ class BlockChecksums:
 
 
 class PartChecksums:
-    """A checksum of each part of a block, as BlockChecksums makes one of a row. Keys are drawn from
-    the part's name, so all daemons have the same, and another head or layer is found too."""
+    """A checksum of each part of a block, as BlockChecksums makes one of a row, plus the number of
+    its page. Keys are drawn from names, so all daemons have the same, and another head or page is
+    found too."""
 
     def __init__(self, parts: BlockParts, most_rows: int, device: torch.device) -> None:
         """most_rows: at once."""
         self._parts = parts
-        self._keys = torch.from_numpy(parts.keys()).to(device)
+        self._keys = [torch.from_numpy(each.keys()).to(device) for each in parts.sections]
+        numbers = [
+            np.repeat(own, section.num_heads)
+            for section, own in zip(parts.sections, parts.page_numbers(), strict=True)
+        ]
+        self._numbers = torch.from_numpy(np.concatenate(numbers)).to(device)
+        """[U]"""
         shape = (most_rows, parts.num_words)
         self._products = torch.empty(shape, dtype=torch.int64, device=device)
 
@@ -143,7 +178,11 @@ class PartChecksums:
         """Return int64 [n, U] for int32 rows [n, W], at most most_rows. Never waits for the device.
         Uses one buffer: calls on several streams must be ordered."""
         products = self._products[: rows.shape[0]]
-        return self._parts.sums(torch.mul(rows, self._keys, out=products))
+        pages, outs = self._parts.by_page(rows), self._parts.by_page(products)
+        for own, keys, out in zip(pages, self._keys, outs, strict=True):
+            torch.mul(own, keys, out=out)
+        sums = [own.sum(dim=(2, 4)).flatten(1) for own in self._parts.by_head(products)]
+        return torch.cat(sums, dim=1) + self._numbers
 
 
 def numbers_of(hashes: _Hashes) -> Int64s:

@@ -1,33 +1,35 @@
 """Moves blocks between the slots of this rank's host tier and those of another group's ranks,
 beside the steps: a thread for each transfer link sends and receives, and the step that loads a
-received block checks it as any other (host_tier.py).
-
-Shapes: n blocks, R words of a slot.
-"""
+received block checks it as any other (host_tier.py)."""
 
 import logging
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
-import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from rpc_schema import kv_transfer as kt
 from rpc_schema.errors import FencedError, WorkerError
-from worker_daemon.contracts.arrays import Bools, Int32s
 from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.distributed.peer_channel import PeerChannel, PeerMeeting
 from worker_daemon.errors import config_error
-from worker_daemon.runner.block_contents import BlockContents, Hashes, versioned_tag
-from worker_daemon.runner.connectors.checksums import CHECKSUM_WORDS, BlockParts, digest
+from worker_daemon.runner.block_contents import BlockContents, versioned_tag
+from worker_daemon.runner.connectors.checksums import WORD_BYTES, BlockParts, digest
 from worker_daemon.runner.connectors.host_tier import ReceivedBlocks, TierCounts
-from worker_daemon.runner.connectors.peer_routes import PartSpan, Route, find_routes
+from worker_daemon.runner.connectors.peer_moves import BlocksToMove, MovedContents, read_move
+from worker_daemon.runner.connectors.peer_pages import SlotPages
+from worker_daemon.runner.connectors.peer_routes import (
+    Route,
+    find_routes,
+    kv_groups_of,
+    windows_of,
+)
 
 MESSAGE_BYTES: Final = 4 << 20
 """Size of a message, or what one block takes in it."""
@@ -64,33 +66,56 @@ class SharedSlots(NamedTuple):
     contents: BlockContents
 
 
-class ShardPlace(NamedTuple):
+class PeerWeights(NamedTuple):
+    """The weights that compute a rank's blocks."""
+
+    model: WeightsNow
+    draft: WeightsNow | None = None
+    """None without a draft model."""
+
+    @property
+    def contents(self) -> tuple[bytes, bytes]:
+        """Names of what they contain now: the model's, and the draft model's."""
+        draft = b"" if self.draft is None else self.draft.identity.content
+        return self.model.identity.content, draft
+
+
+class OwnShard(NamedTuple):
     """This rank's blocks, and its place in its group."""
 
-    pp_rank: int
-    tp_rank: int
-    dtype: str
+    described: kt.KVShard
+    """Weights are of no account here: see of()."""
     parts: BlockParts
+    """The layers' pages and, if there is a draft model, its own."""
 
+    def of(self, weights: PeerWeights) -> kt.KVShard:
+        """Return this rank, as the ranks of another group must know it."""
+        model, draft = weights.contents
+        shard = structs.replace(self.described, weights=model)
+        if shard.drafts is None:
+            return shard
+        return structs.replace(shard, drafts=structs.replace(shard.drafts, weights=draft))
 
-@dataclass(frozen=True, slots=True)
-class _Move:
-    number: int
-    tag: bytes
-    slots: Int32s
-    """[n]"""
-    hashes: Hashes
-    """[n, bytes of a hash]"""
+    def pages_in(self, rows: Tensor) -> SlotPages:
+        """Return the slots by parts. rows: uint8 [slots, bytes of a slot]."""
+        drafts = self.described.drafts
+        further = [] if drafts is None else [len(drafts.layer_names)]
+        groups = kv_groups_of(self.described)
+        num_pages = [
+            [group.num_layers, *(further if number == 0 else [0] * len(further))]
+            for number, group in enumerate(groups)
+        ]
+        return SlotPages(rows, self.parts, num_pages)
 
 
 class PeerTransfers:
     """Owned by Serving. The control thread calls its methods; close() may be called from any."""
 
     def __init__(
-        self, place: ShardPlace, slots: SharedSlots, weights: WeightsNow, meeting: threading.Lock
+        self, own: OwnShard, slots: SharedSlots, weights: PeerWeights, meeting: threading.Lock
     ) -> None:
         """meeting: held while gloo connects the members of a group."""
-        self._place = place
+        self._own = own
         self._slots = slots
         self._weights = weights
         self._meeting = meeting
@@ -99,18 +124,7 @@ class PeerTransfers:
     @property
     def shard(self) -> kt.KVShard:
         """This rank, as the ranks of another group must know it."""
-        parts = self._place.parts
-        return kt.KVShard(
-            pp_rank=self._place.pp_rank,
-            tp_rank=self._place.tp_rank,
-            layer_names=parts.layers,
-            first_head=parts.first_head,
-            num_heads=parts.num_heads,
-            rows=parts.rows,
-            words=parts.words,
-            dtype=self._place.dtype,
-            weights=self._weights.identity.content,
-        )
+        return self._own.of(self._weights)
 
     def open(self, message: kt.OpenKVTransfer) -> None:
         """Leave the present link, and begin to meet the members of another.
@@ -132,7 +146,7 @@ class PeerTransfers:
             raise config_error("rank", message.rank, "this rank has other blocks", fix)
         routes = find_routes(message.sources, message.destinations)
         self.close()
-        self._link = _PeerLink(message, routes, self._place.parts, self._slots, self._weights)
+        self._link = _PeerLink(message, routes, self._own, self._slots, self._weights)
         self._link.start(self._meeting)
 
     def move(self, message: kt.MoveKVBlocks) -> None:
@@ -140,13 +154,14 @@ class PeerTransfers:
 
         Raises:
             FencedError: it is not the next one of the present link.
-            ConfigError: a slot does not exist, or is named twice, or columns do not fit.
+            ConfigError: see read_move.
         """
         link = self._link
         if link is None or message.number != link.number or message.move != link.num_queued + 1:
             problem = f"move {message.move} of transfer link {message.number} is not the next one"
             raise FencedError(problem, fix="open another transfer link")
-        link.queue(_read(message, self._slots.rows.shape[0]))
+        windows = windows_of(self._own.described)
+        link.queue(read_move(message, windows, self._slots.rows.shape[0]))
 
     def report(self, call: int) -> kt.GetKVTransfersReply:
         """Return what has become of the moves of the present link."""
@@ -166,34 +181,32 @@ class _PeerLink:
         self,
         message: kt.OpenKVTransfer,
         routes: Sequence[Route],
-        parts: BlockParts,
+        own: OwnShard,
         slots: SharedSlots,
-        weights: WeightsNow,
+        weights: PeerWeights,
     ) -> None:
         self.epoch, self.number = message.epoch, message.number
         self.num_queued = 0
-        self._parts, self._slots, self._weights = parts, slots, weights
+        self._pages = own.pages_in(slots.rows)
+        self._slots, self._weights = slots, weights
         self._timeout_s = message.timeout_ms / 1000
         num_sources = len(message.sources)
         self._sends = message.rank < num_sources
-        own = message.rank if self._sends else message.rank - num_sources
-        place = message.place
-        size = num_sources + len(message.destinations)
+        place, size = message.place, num_sources + len(message.destinations)
         self._channel = PeerChannel(
             PeerMeeting(place.host, place.port, place.secret, message.rank, size, self._timeout_s)
         )
-        self._spans: list[tuple[int, PartSpan]] = [
-            (num_sources + route.destination, route.sent)
-            if self._sends
-            else (route.source, route.received)
-            for route in routes
-            if own == (route.source if self._sends else route.destination)
-        ]
-        """Members, and what they get of this rank, or this rank of them."""
-        most_bytes = max(4 * self._words(route.sent) for route in routes)
-        self._blocks_at_once = max(1, MESSAGE_BYTES // most_bytes)
-        """Blocks of a message, the same on all ranks."""
-        self._moves: queue.SimpleQueue[_Move | None] = queue.SimpleQueue()
+        rank = message.rank if self._sends else message.rank - num_sources
+        self._routes: dict[int, dict[int, list[Route]]] = {}
+        """By window and member: what it gets of this rank, or this rank of it."""
+        for route in routes:
+            if rank == (route.source if self._sends else route.destination):
+                member = num_sources + route.destination if self._sends else route.source
+                self._routes.setdefault(route.window, {}).setdefault(member, []).append(route)
+        self._members = sorted({member for each in self._routes.values() for member in each})
+        self._contents_at_once = max(1, MESSAGE_BYTES // _most_bytes(routes, message))
+        """Contents of a message, the same on all ranks."""
+        self._moves: queue.SimpleQueue[BlocksToMove | None] = queue.SimpleQueue()
         """None: leave."""
         self._is_closed = False
         self._state: kt.KVTransferState = "opening"
@@ -205,7 +218,7 @@ class _PeerLink:
         """Meet the members and carry out moves, on a thread of its own."""
         threading.Thread(target=self._run, args=(meeting,), name="kv-transfer", daemon=True).start()
 
-    def queue(self, move: _Move) -> None:
+    def queue(self, move: BlocksToMove) -> None:
         self.num_queued = move.number
         self._moves.put(move)
 
@@ -239,130 +252,119 @@ class _PeerLink:
             self._channel.leave()
             self._state = "broken"
 
-    def _carry_out(self, move: _Move) -> None:
+    def _carry_out(self, move: BlocksToMove) -> None:
         """Raises TransferError: the link is broken."""
         fault = self._send(move) if self._sends else self._receive(move)
         if fault:
             self._fault = fault
             self._failed.append(move.number)
 
-    def _send(self, move: _Move) -> str:
+    def _send(self, move: BlocksToMove) -> str:
         """Send a move's blocks, if all are there; else tell the members. Return what failed."""
         is_held = self._await_stores(move)
         header = (_IS_HELD if is_held else _IS_LACKING) + self._name(move)
-        self._channel.send([(rank, _bytes(header)) for rank, _ in self._spans])
+        self._channel.send([(member, _bytes(header)) for member in self._members])
         if not is_held:
             return "blocks to send are not in their slots"
-        for slots in self._in_messages(move.slots):
-            self._channel.send([(rank, self._packed(span, slots)) for rank, span in self._spans])
+        for contents in self._in_messages(move):
+            self._channel.send(
+                [
+                    (member, self._packed(routes, contents))
+                    for member, routes in self._routes.get(contents.window, {}).items()
+                ]
+            )
         # A slot that was given away meanwhile has sent other bytes: those do not match their hash
         # where they are loaded. So this need not be asked again.
         self._slots.counts.num_sent += move.slots.size
         return ""
 
-    def _receive(self, move: _Move) -> str:
+    def _receive(self, move: BlocksToMove) -> str:
         """Receive a move's blocks into their slots, and note them. Return what failed."""
-        headers = [(rank, torch.empty(_HEADER_BYTES, dtype=torch.uint8)) for rank, _ in self._spans]
+        headers = [
+            (member, torch.empty(_HEADER_BYTES, dtype=torch.uint8)) for member in self._members
+        ]
         self._channel.receive(headers)
         expected, fault = _IS_HELD + self._name(move), ""
-        holding = []
-        for (rank, header), (_, span) in zip(headers, self._spans, strict=True):
+        holding = set()
+        for member, header in headers:
             found = header.numpy().tobytes()
             if found.startswith(_IS_HELD):
-                holding.append((rank, span))
+                holding.add(member)
             if found != expected:
-                fault = f"member {rank} does not hold the same blocks"
-        for slots in self._in_messages(move.slots):
-            shape = (slots.numel(), -1)
+                fault = f"member {member} does not hold the same blocks"
+        for contents in self._in_messages(move):
+            routes = self._routes.get(contents.window, {})
             arrived = [
-                (rank, torch.empty((slots.numel(), self._words(span)), dtype=torch.int32))
-                for rank, span in holding
+                (member, torch.empty((len(contents.names), self._words(own)), dtype=torch.int32))
+                for member, own in routes.items()
+                if member in holding
             ]
             self._channel.receive(arrived)
             if self._is_closed or fault:
                 continue
-            for (_, words), (_, span) in zip(arrived, holding, strict=True):
-                self._unpack(span, slots, words.view(shape))
+            self._pages.clear_unused(contents)
+            for member, words in arrived:
+                self._unpack(routes[member], contents, words)
         if self._is_closed:
             return "the transfer link was closed"
         if not fault:
-            arrival = ReceivedBlocks(move.tag, self._weights.version, move.slots, move.hashes)
-            self._slots.arrivals.append(arrival)
+            version = self._weights.model.version
+            self._slots.arrivals.append(ReceivedBlocks(move.tag, version, move.slots, move.hashes))
             self._slots.counts.num_received += move.slots.size
         return fault
 
-    def _await_stores(self, move: _Move) -> bool:
+    def _await_stores(self, move: BlocksToMove) -> bool:
         """Return True once steps have stored all blocks; False if they have not in time."""
         until = time.monotonic() + min(_STORE_WAIT_S, self._timeout_s / 2)
-        while not (self._hold(move).all() and self._slots.have_left()):
+        while not (self._holds(move) and self._slots.have_left()):
             if time.monotonic() >= until or self._is_closed:
                 return False
             time.sleep(_STORE_POLL_S)
         return True
 
-    def _hold(self, move: _Move) -> Bools:
-        tag = versioned_tag(move.tag, self._weights.version)
-        return self._slots.contents.hold(tag, move.slots, move.hashes)
+    def _holds(self, move: BlocksToMove) -> bool:
+        tag = versioned_tag(move.tag, self._weights.model.version)
+        return bool(self._slots.contents.hold(tag, move.slots, move.hashes).all())
 
-    def _name(self, move: _Move) -> bytes:
+    def _name(self, move: BlocksToMove) -> bytes:
         """Return what both sides of a move must agree on, in 32 bytes."""
         number = move.number.to_bytes(8, "little")
-        hashes = np.ascontiguousarray(move.hashes).tobytes()
-        return digest(number, move.tag, hashes, self._weights.identity.content)
+        contents = [
+            field
+            for each in move.contents
+            for field in (each.window.to_bytes(8, "little"), each.names.tobytes())
+        ]
+        return digest(number, *contents, self._weights.model.identity.content)
 
-    def _in_messages(self, slots: Int32s) -> Sequence[Tensor]:
-        """Divide slots into those of each message, int64 [n]."""
-        return torch.split(torch.from_numpy(slots.astype(np.int64)), self._blocks_at_once)
+    def _in_messages(self, move: BlocksToMove) -> Iterator[MovedContents]:
+        """Divide a move into the contents of each message."""
+        for each in move.contents:
+            yield from each.in_parts(self._contents_at_once)
 
-    def _words(self, span: PartSpan) -> int:
-        """Return the words of a block's parts and their checksums."""
-        parts = len(span.layers) * span.num_heads
-        return parts * (self._parts.rows * self._parts.words + CHECKSUM_WORDS)
+    def _words(self, routes: Sequence[Route]) -> int:
+        """Return the words that contents have on these routes to this rank."""
+        return sum(self._pages.num_words(route.received) for route in routes)
 
-    def _packed(self, span: PartSpan, slots: Tensor) -> Tensor:
-        """Copy parts of blocks, and their checksums, to int32 [n, words]."""
-        index, layers = slots[:, None], torch.tensor(span.layers)
-        copied = [view[index, layers].flatten(1) for view in self._views(span)]
-        return torch.cat(copied, dim=1)
+    def _packed(self, routes: Sequence[Route], contents: MovedContents) -> Tensor:
+        own = [self._pages.pack(route.sent, route.layers, contents) for route in routes]
+        return torch.cat(own, dim=1)
 
-    def _unpack(self, span: PartSpan, slots: Tensor, words: Tensor) -> None:
-        """Copy what _packed has made, int32 [n, words], to this rank's slots."""
-        index, layers = slots[:, None], torch.tensor(span.layers)
-        data, sums = self._views(span)
-        num = len(span.layers) * span.num_heads * self._parts.rows * self._parts.words
-        shape = (slots.numel(), len(span.layers))
-        data[index, layers] = words[:, :num].reshape(*shape, *data.shape[2:])
-        sums[index, layers] = words[:, num:].reshape(*shape, *sums.shape[2:])
-
-    def _views(self, span: PartSpan) -> tuple[Tensor, Tensor]:
-        """View all slots' words of some heads as [slots, layers, rows, heads, words], and their
-        checksums as [slots, layers, heads, words of a checksum]."""
-        parts, rows = self._parts, self._slots.rows.view(torch.int32)
-        heads = slice(span.first_head, span.first_head + span.num_heads)
-        start = parts.num_words
-        sums = rows[:, start : start + CHECKSUM_WORDS * parts.num_layer_parts]
-        by_part = sums.view(-1, len(parts.layers), parts.num_heads, CHECKSUM_WORDS)
-        return parts.by_head(rows)[:, :, :, heads], by_part[:, :, heads]
+    def _unpack(self, routes: Sequence[Route], contents: MovedContents, words: Tensor) -> None:
+        sizes = [self._pages.num_words(route.received) for route in routes]
+        for route, own in zip(routes, torch.split(words, sizes, dim=1), strict=True):
+            self._pages.unpack(route.received, route.layers, contents, own)
 
 
 def _bytes(raw: bytes) -> Tensor:
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 
-def _read(message: kt.MoveKVBlocks, num_slots: int) -> _Move:
-    if len(message.slots) % 4:
-        problem = "it is not a sequence of int32"
-        raise config_error("slots", f"{len(message.slots)} bytes", problem, "send int32")
-    slots = np.frombuffer(message.slots, "<i4").astype(np.int32)
-    outside = (slots < 0) | (slots >= num_slots)
-    if not slots.size or outside.any():
-        value = int(slots[int(outside.argmax())]) if slots.size else "none"
-        raise config_error("slots", value, "there is no such slot", f"0 to {num_slots - 1}")
-    if np.unique(slots).size < slots.size:
-        raise config_error("slots", slots.size, "a slot is named twice", "name it once")
-    expected = slots.size * message.hash_bytes
-    if len(message.hashes) != expected:
-        problem = f"{slots.size} blocks have {expected} bytes of hashes"
-        raise config_error("hashes", f"{len(message.hashes)} bytes", problem, "send as many")
-    hashes = np.frombuffer(message.hashes, np.uint8).reshape(-1, message.hash_bytes)
-    return _Move(message.move, message.block_tag, slots, hashes)
+def _most_bytes(routes: Sequence[Route], message: kt.OpenKVTransfer) -> int:
+    """Return the most bytes that the data of contents take on a route."""
+    most = 1
+    for route in routes:
+        shard = message.sources[route.source]
+        form = shard.drafts if route.sent.section and shard.drafts is not None else shard
+        num_parts = len(route.layers) * route.sent.num_heads
+        most = max(most, WORD_BYTES * num_parts * form.rows * form.words)
+    return most

@@ -28,7 +28,7 @@ from worker_daemon.runner.connectors.block_files import IDENTITY_BYTES
 from worker_daemon.runner.connectors.block_identity import BlockIdentity
 from worker_daemon.runner.connectors.checksums import WORD_BYTES, named_keys
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """To be changed with the format of entries or slots, or of the pages that blocks are in."""
 _ENTRY: Final = np.dtype(
     [

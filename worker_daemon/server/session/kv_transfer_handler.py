@@ -68,6 +68,6 @@ class KVTransferHandler:
         peers = self._progress.snapshot.description.peers
         if peers is None:
             problem = "this rank has no blocks that another group can use"
-            fix = "load the group with a host tier, one KV group and no draft model"
+            fix = "load the group with a host tier, and layers of the same KV heads"
             raise config_error("cache.kv_host_memory_bytes", 0, problem, fix)
         return peers

@@ -1,0 +1,105 @@
+"""Copies the parts of blocks between slots and messages to other groups. A checksum in a slot names
+the rank's own hash and page (host_tier.py); one in a message the contents and the layer, which both
+groups call alike.
+
+Shapes: m contents, G KV groups of one window, L pages of a route.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from worker_daemon.contracts.arrays import Int64s
+from worker_daemon.runner.connectors.checksums import (
+    CHECKSUM_WORDS,
+    BlockParts,
+    named_keys,
+    numbers_of,
+)
+from worker_daemon.runner.connectors.peer_moves import MovedContents
+from worker_daemon.runner.connectors.peer_routes import PartSpan
+
+
+class SlotPages:
+    """The slots of a rank, by parts. Any thread may use it, for slots that no other writes to."""
+
+    def __init__(self, rows: Tensor, parts: BlockParts, num_pages: Sequence[Sequence[int]]) -> None:
+        """rows: uint8 [slots, bytes of a slot]. num_pages: by KV group, the pages that its blocks
+        have in each section."""
+        words, start = rows.view(torch.int32), parts.num_words
+        self._parts = parts
+        self._data = parts.by_head(words)
+        """[slots, pages, rows, heads, words] each"""
+        self._sums = parts.by_part(words[:, start : start + parts.checksum_words])
+        """[slots, pages, heads, words of a checksum] each"""
+        self._page_numbers = parts.page_numbers()
+        self._num_pages = num_pages
+
+    def num_words(self, span: PartSpan) -> int:
+        """Return the words of contents in a message."""
+        section = self._parts.sections[span.section]
+        return len(span.pages) * span.num_heads * (section.rows * section.words + CHECKSUM_WORDS)
+
+    def pack(self, span: PartSpan, layers: Sequence[str], contents: MovedContents) -> Tensor:
+        """Copy parts of contents, and their checksums, to int32 [m, words]. layers: of the span's
+        pages."""
+        slots, pages, heads = _index(span, contents)
+        data = self._data[span.section][slots, pages, :, heads]
+        sums = self._sums[span.section][slots, pages, heads].contiguous().view(torch.int64)
+        sums += self._change(span, layers, contents)
+        return torch.cat([data.flatten(1), sums.view(torch.int32).flatten(1)], dim=1)
+
+    def unpack(
+        self, span: PartSpan, layers: Sequence[str], contents: MovedContents, words: Tensor
+    ) -> None:
+        """Copy what pack() has made to these slots. words: int32 [m, words]."""
+        slots, pages, heads = _index(span, contents)
+        data, sums = self._data[span.section], self._sums[span.section]
+        shape = (len(contents.names), len(span.pages))
+        num = words.shape[1] - CHECKSUM_WORDS * len(span.pages) * span.num_heads
+        own = words[:, num:].clone().view(torch.int64).view(*shape, span.num_heads, 1)
+        own = own - self._change(span, layers, contents)
+        section = self._parts.sections[span.section]
+        part_shape = (section.rows, span.num_heads, section.words)
+        data[slots, pages, :, heads] = words[:, :num].view(*shape, *part_shape)
+        sums[slots, pages, heads] = own.view(torch.int32)
+
+    def clear_unused(self, contents: MovedContents) -> None:
+        """Fill the pages that blocks of their KV groups do not use with zeros, and checksums of
+        these."""
+        for column, group in enumerate(contents.kv_groups):
+            slots = torch.from_numpy(contents.slots[:, column].astype(np.int64))
+            hashes = numbers_of(contents.hashes[:, column])
+            for section, num_used in enumerate(self._num_pages[group]):
+                data, sums = self._data[section], self._sums[section]
+                if num_used == data.shape[1]:
+                    continue
+                data[slots, num_used:] = 0
+                numbers = hashes[:, None] + self._page_numbers[section][num_used:]
+                own = torch.from_numpy(numbers)[:, :, None, None].view(torch.int32)
+                sums[slots, num_used:] = own.expand(-1, -1, sums.shape[2], -1)
+
+    def _change(self, span: PartSpan, layers: Sequence[str], contents: MovedContents) -> Tensor:
+        """Return what a checksum in a message has more than one in a slot, int64 [m, L, 1, 1]."""
+        columns = _columns(span, contents)
+        count, num_groups, width = contents.hashes.shape
+        hashes = numbers_of(contents.hashes.reshape(-1, width)).reshape(count, num_groups)
+        pages = self._page_numbers[span.section][[place.page for place in span.pages]]
+        own: Int64s = hashes[:, columns] + pages
+        named = np.concatenate([named_keys(f"layer {layer}", 1) for layer in layers])
+        change: Int64s = numbers_of(contents.names)[:, None] + named - own
+        return torch.from_numpy(change)[:, :, None, None]
+
+
+def _columns(span: PartSpan, contents: MovedContents) -> list[int]:
+    """Return the place of each page's KV group among those of the contents."""
+    return [contents.kv_groups.index(place.kv_group) for place in span.pages]
+
+
+def _index(span: PartSpan, contents: MovedContents) -> tuple[Tensor, Tensor, slice]:
+    """Return the slots [m, L] and the pages [L] of parts, and their heads."""
+    slots = torch.from_numpy(contents.slots[:, _columns(span, contents)].astype(np.int64))
+    pages = torch.tensor([place.page for place in span.pages])
+    return slots, pages, slice(span.first_head, span.first_head + span.num_heads)
