@@ -59,22 +59,6 @@ def flipping(model_root, tmp_path_factory):
         yield daemons
 
 
-@pytest.mark.parametrize(("pp", "tp"), [exhaustively(1, 1), (2, 1), (1, 2)])
-def test_changed_bits_cost_their_requests_a_computation(flipping, checkpoint, pp, tp):
-    waves, model = Waves(random.randrange(1 << 30)), checkpoint()
-    config = worker_config(model.path, pp, tp, **CONFIG)
-    for flips in flipping.flips:
-        flips.put(one_of=4, seed=waves.seed)
-    endpoints, before = flipping.endpoints[: pp * tp], [f.num_done for f in flipping.flips]
-    with connect(endpoints, config, num_gpu_blocks=NUM_GPU_BLOCKS) as (group, loaded):
-        outputs = run_waves(new_driver(group, loaded), waves.requests)
-        found = tiers(group)
-    num_done = [f.num_done - n for f, n in zip(flipping.flips, before, strict=True)]
-    assert_right(outputs, model, waves)
-    assert [tier.num_invalid for tier in found] == num_done[: pp * tp], waves.seed
-    assert sum(num_done) > 0, waves.seed
-
-
 KINDS = {
     "preempted": ({}, {"num_gpu_blocks": 27}),
     "windows": (
@@ -87,21 +71,61 @@ KINDS = {
 """Fields of the checkpoint, and of the configuration."""
 
 
-@pytest.mark.parametrize(
-    "kind", [exhaustively(kind) if kind == "looked up" else kind for kind in KINDS]
-)
-def test_kinds_of_blocks(serve, checkpoint, kind):
-    fields, config = KINDS[kind]
-    waves, model = Waves(random.randrange(1 << 30)), checkpoint(**fields)
-    config = {"num_gpu_blocks": NUM_GPU_BLOCKS, **CONFIG, **config}
+def model_of(checkpoint, kind):
+    """A kind's checkpoint, and its configuration, with the number of blocks on a device."""
+    fields, config = KINDS.get(kind, ({}, {}))
+    model, config = checkpoint(**fields), {"num_gpu_blocks": NUM_GPU_BLOCKS, **CONFIG, **config}
     if config.get("speculative") == "draft_model":
         config["speculative"] = drafts_by("draft_model", model.path)
-    with serve(model.path, **config) as (group, loaded):
+    return model, config
+
+
+@pytest.mark.parametrize(
+    ("kind", "pp", "tp"),
+    [
+        (None, 2, 1),
+        (None, 1, 2),
+        ("windows", 1, 1),
+        *(exhaustively(kind, 2, 1) for kind in ("windows", "drafted")),
+        *(exhaustively(kind, 1, 2) for kind in ("windows", "drafted")),
+    ],
+)
+def test_changed_bits_cost_their_requests_a_computation(flipping, checkpoint, kind, pp, tp):
+    waves = Waves(random.randrange(1 << 30))
+    model, config = model_of(checkpoint, kind)
+    num_gpu_blocks = config.pop("num_gpu_blocks")
+    config = worker_config(model.path, pp, tp, **config)
+    for flips in flipping.flips:
+        flips.put(one_of=4, seed=waves.seed)
+    endpoints, before = flipping.endpoints[: pp * tp], [f.num_done for f in flipping.flips]
+    with connect(endpoints, config, num_gpu_blocks=num_gpu_blocks) as (group, loaded):
+        driver = new_driver(group, loaded)
+        outputs = run_waves(driver, waves.requests)
+        found = tiers(group)
+        assert driver.scheduler.num_free_blocks == loaded.num_blocks - 1, waves.seed
+    num_done = [f.num_done - n for f, n in zip(flipping.flips, before, strict=True)]
+    assert_right(outputs, model, waves)
+    assert [tier.num_invalid for tier in found] == num_done[: pp * tp], waves.seed
+    assert sum(num_done) > 0, waves.seed
+
+
+@pytest.mark.parametrize(
+    ("kind", "pp", "tp"),
+    [
+        *((kind, 1, 1) for kind in KINDS if kind != "looked up"),
+        exhaustively("looked up", 1, 1),
+        *(exhaustively(kind, 2, 1) for kind in ("windows", "drafted")),
+        *(exhaustively(kind, 1, 2) for kind in ("windows", "drafted")),
+    ],
+)
+def test_kinds_of_blocks(serve, checkpoint, kind, pp, tp):
+    waves, (model, config) = Waves(random.randrange(1 << 30)), model_of(checkpoint, kind)
+    with serve(model.path, pp, tp, **config) as (group, loaded):
         outputs = run_waves(new_driver(group, loaded), waves.requests)
-        (found,) = tiers(group)
+        found = tiers(group)
     assert_right(outputs, model, waves)
     assert num_loaded(outputs) > 0, waves.seed
-    assert found.num_invalid == 0 < found.num_loaded, (waves.seed, found)
+    assert all(tier.num_invalid == 0 < tier.num_loaded for tier in found), (waves.seed, found)
     if kind == "preempted":
         assert sum(output.num_preemptions for output in outputs.values()) > 0, waves.seed
 

@@ -75,20 +75,55 @@ def test_new_daemons_and_drivers_load_what_killed_ones_have_left(filing, checkpo
     assert all(each.num_invalid == each.num_bad_files == 0 < each.num_loaded for each in after)
 
 
-@pytest.mark.parametrize(("pp", "tp"), [exhaustively(1, 1), exhaustively(2, 1), (1, 2)])
-def test_damaged_files_cost_their_requests_a_computation(filing, checkpoint, pp, tp):
-    waves, model = Waves(random.randrange(1 << 30)), checkpoint()
+KINDS = {
+    "preempted": ({}, {"num_gpu_blocks": 27}),
+    "windows": ({**MODELS["mixed"], "sliding_window": WINDOW, "seed": 22}, {"num_gpu_blocks": 150}),
+    "drafted": ({}, {"speculative": "draft_model", "num_gpu_blocks": 56}),
+    "fp8": ({}, {"kv_cache_dtype": "fp8"}),
+}
+"""Fields of the checkpoint, and of the configuration."""
+
+
+def model_of(checkpoint, model_root, kind, seed):
+    """A kind's checkpoint, and its configuration."""
+    fields, config = KINDS.get(kind, ({}, {}))
+    model = checkpoint(**fields)
+    if kind == "fp8":
+        made = make_checkpoint(model_root, "LlamaForCausalLM", seed=seed)
+        model = with_fp8_cache(made, "heads", seed + 1)
+    if kind == "drafted":
+        config = {**config, "speculative": drafts_by("draft_model", model.path)}
+    return model, config
+
+
+@pytest.mark.parametrize(
+    ("kind", "pp", "tp"),
+    [
+        (None, 1, 2),
+        exhaustively(None, 1, 1),
+        exhaustively(None, 2, 1),
+        *(exhaustively(kind, 2, 1) for kind in ("windows", "drafted")),
+        *(exhaustively(kind, 1, 2) for kind in ("windows", "drafted")),
+    ],
+)
+def test_damaged_files_cost_their_requests_a_computation(
+    filing, checkpoint, model_root, kind, pp, tp
+):
+    waves = Waves(random.randrange(1 << 30))
     print("seed", waves.seed)
+    model, config = model_of(checkpoint, model_root, kind, waves.seed)
     rng = random.Random(waves.seed)
-    with serving(filing, model, pp, tp) as (group, loaded):
+    with serving(filing, model, pp, tp, **config) as (group, loaded):
         run_waves(new_driver(group, loaded), waves.requests)
         before = settled(group)
     for path in rng.sample(filing.files, len(filing.files) // 12):
         if path.is_file():
             damage(rng, path)
-    with serving(filing, model, pp, tp) as (group, loaded):
-        outputs = run_waves(new_driver(group, loaded), waves.requests)
+    with serving(filing, model, pp, tp, **config) as (group, loaded):
+        driver = new_driver(group, loaded)
+        outputs = run_waves(driver, waves.requests)
         after = settled(group)
+        assert driver.scheduler.num_free_blocks == loaded.num_blocks - 1, waves.seed
     assert_right(outputs, model, waves)
     num_bad = sum(each.num_bad_files + each.num_invalid for each in after)
     assert num_bad > sum(each.num_bad_files for each in before), waves.seed
@@ -185,33 +220,26 @@ def test_adapters_load_their_own_blocks(filing, checkpoint):
     assert num_done > 0, seed
 
 
-KINDS = {
-    "preempted": ({}, {"num_gpu_blocks": 27}),
-    "windows": ({**MODELS["mixed"], "sliding_window": WINDOW, "seed": 22}, {"num_gpu_blocks": 150}),
-    "drafted": ({}, {"speculative": "draft_model", "num_gpu_blocks": 56}),
-    "fp8": ({}, {"kv_cache_dtype": "fp8"}),
-}
-"""Fields of the checkpoint, and of the configuration."""
-
-
-@pytest.mark.parametrize("kind", [exhaustively(kind) for kind in KINDS])
-def test_kinds_of_filed_blocks(filing, checkpoint, model_root, kind):
-    fields, config = KINDS[kind]
+@pytest.mark.parametrize(
+    ("kind", "pp", "tp"),
+    [
+        ("windows", 1, 1),
+        *(exhaustively(kind, 1, 1) for kind in KINDS if kind != "windows"),
+        *(exhaustively(kind, 2, 1) for kind in ("windows", "drafted")),
+        *(exhaustively(kind, 1, 2) for kind in ("windows", "drafted")),
+    ],
+)
+def test_kinds_of_filed_blocks(filing, checkpoint, model_root, kind, pp, tp):
     waves = Waves(random.randrange(1 << 30))
     print("seed", waves.seed)
-    model = checkpoint(**fields)
-    if kind == "fp8":
-        made = make_checkpoint(model_root, "LlamaForCausalLM", seed=waves.seed)
-        model = with_fp8_cache(made, "heads", waves.seed + 1)
-    if kind == "drafted":
-        config = {**config, "speculative": drafts_by("draft_model", model.path)}
+    model, config = model_of(checkpoint, model_root, kind, waves.seed)
     for _ in range(2):
-        with serving(filing, model, **config) as (group, loaded):
+        with serving(filing, model, pp, tp, **config) as (group, loaded):
             outputs = run_waves(new_driver(group, loaded), waves.requests)
-            (found,) = settled(group)
+            found = settled(group)
         assert_right(outputs, model, waves)
     assert num_loaded(outputs) > 0, waves.seed
-    assert found.num_invalid == 0, waves.seed
+    assert all(each.num_invalid == 0 for each in found), waves.seed
 
 
 REFUSED = {
