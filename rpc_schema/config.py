@@ -137,6 +137,17 @@ class ModelConfig(Value, frozen=True, kw_only=True):
     """With enable_eplb, further copies of a layer's experts: all ranks have equally many slots for
     its experts and these."""
 
+    def find_fault(self) -> tuple[str, object, str, str] | None:
+        """Return the first combination of fields that means nothing for any model, as field, value,
+        problem and fix; None if there is none."""
+        if self.num_redundant_experts and not self.enable_eplb:
+            problem = "experts have copies only if they can be balanced"
+            return "num_redundant_experts", self.num_redundant_experts, problem, "0, or enable_eplb"
+        if self.enable_eplb and not self.enable_expert_parallel:
+            problem = "each rank has a part of every expert: there is nothing to balance"
+            return "enable_eplb", True, problem, "use enable_expert_parallel with it"
+        return None
+
 
 class SchedulerConfig(Value, frozen=True, kw_only=True):
     """The largest step that the driver will send, and what its requests may ask for."""

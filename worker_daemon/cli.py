@@ -279,6 +279,10 @@ def plan(
     enable_expert_parallel: Annotated[
         bool, typer.Option(help="give each tensor-parallel rank whole experts")
     ] = False,
+    enable_eplb: Annotated[bool, typer.Option(help="let experts move, to balance loads")] = False,
+    num_redundant_experts: Annotated[
+        int, typer.Option(help="further copies of each layer's experts")
+    ] = 0,
     enable_return_routed_experts: Annotated[
         bool, typer.Option(help="keep the experts of tokens")
     ] = False,
@@ -355,6 +359,8 @@ def plan(
                 quantization=quantization,  # type: ignore[arg-type]  # as with dtype
                 max_model_len=None if is_fitted else max_model_len,
                 enable_expert_parallel=enable_expert_parallel,
+                enable_eplb=enable_eplb,
+                num_redundant_experts=num_redundant_experts,
                 enable_return_routed_experts=enable_return_routed_experts,
                 hf_overrides=hf_overrides,
             ),

@@ -40,6 +40,8 @@ class DrivenGroup:
     """Bound on the UTF-8 bytes of a prompt's text."""
     max_itl_ms: float | None = None
     """Target for the time between two tokens of a request, in milliseconds."""
+    eplb_step_interval: int | None = None
+    """Steps between two rebalances of the experts; None: they do not move."""
     seed: int | None = None
     """Requests without a seed get one that is derived from it and their number; None: random."""
 

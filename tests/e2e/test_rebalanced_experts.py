@@ -3,6 +3,7 @@ even ranks under a skewed router, and what is left when a rank stalls or dies in
 
 import contextlib
 import dataclasses
+import json
 import os
 import random
 import signal
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from tokenizers import Tokenizer
+from typer.testing import CliRunner
 
 from rpc_schema.config import LoraConfig
 from rpc_schema.errors import CommError, ConfigError, StateError, WorkerError
@@ -23,8 +26,11 @@ from tests.support.expert_counts import NearTie, expected_loads
 from tests.support.forked_daemons import ForkedDaemons
 from tests.support.lora_adapters import ATTENTION, adapted_requests, make_adapter
 from tests.support.saving_daemons import saving_daemons
+from tests.support.service_app import service_app
 from tests.support.serving import MAX_DAEMONS, drafts_by, greedy_request, kill_and_wait
 from tests.support.serving import worker_config as config_of
+from tests.support.structured import EOS_TOKEN_ID, VOCAB_SIZE, make_tokenizer
+from worker_client.__main__ import app
 from worker_client.driver import Driver
 from worker_client.driver_parts.registry import DriverOptions
 from worker_client.errors import ClientConfigError, DeadlineExceeded, WorkerDied
@@ -200,11 +206,13 @@ HOT = {9, 10, 11}
 def skewed(model_root, tmp_path_factory):
     """A model whose routers prefer three experts, which a load puts on one rank."""
     fields = {"num_local_experts": 16, "num_experts_per_tok": 4, "num_hidden_layers": 2}
+    fields |= {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_TOKEN_ID}
     made = make_checkpoint(model_root, "GptOssForCausalLM", seed=SEED % 1000, **fields)
     with torch.no_grad():
         for layer in made.model.model.layers:
             layer.mlp.router.bias[sorted(HOT)] += 100.0
     made.model.save_pretrained(made.path)
+    make_tokenizer(made.path)
     return made
 
 
@@ -254,6 +262,46 @@ def test_driver_rebalances_between_its_steps(open_group, skewed):
         group.weights.save_sharded_state("any")
     with pytest.raises(ClientConfigError, match="eplb_step_interval"):
         Driver(group, scheduler, options=DriverOptions(eplb_step_interval=0))
+
+
+@pytest.mark.parametrize("command", ["generate", exhaustively("bench")])
+def test_a_command_rebalances_by_its_options(daemons, skewed, tmp_path, command):
+    """The same tokens; the daemons have moved experts. What does not fit the model is refused."""
+    endpoints = daemons.endpoints(2)
+    drawn = decisive_prompts(skewed, SEED + 3, [13, 9, 21, 7], TOKENS)
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [{"prompt_token_ids": own.tolist(), "max_tokens": TOKENS} for own in drawn]
+    source.write_text("".join(json.dumps({**line, "ignore_eos": True}) + "\n" for line in lines))
+    words = [command, "--model", skewed.path, "--endpoints", ",".join(endpoints), "--reload"]
+    words += ["--tensor-parallel-size", 2, "--input", source, "--output", target, "--force"]
+    words += ["--enable-expert-parallel", "--enable-eplb", "--num-gpu-blocks", NUM_BLOCKS]
+    done = run_command(*words, "--num-redundant-experts", 3)
+    assert "field num_redundant_experts = 3; fix: use 0" in str(done.exception)
+    done = run_command(*words, "--num-redundant-experts", 8, "--eplb-step-interval", 4)
+    assert done.exit_code == 0, done
+    found = [json.loads(line)["token_ids"] for line in target.read_text().splitlines()]
+    assert found == [skewed.greedy(own.tolist(), TOKENS) for own in drawn]
+    with WorkerGroup(endpoints, worker_config(skewed.path, 1, 1, 2).parallel) as group:
+        assert all(status.expert_moves.num_moved for status in group.get_status())
+
+
+def run_command(*words):
+    return CliRunner().invoke(app, list(map(str, words)))
+
+
+def test_a_service_rebalances_between_its_steps(daemons, skewed):
+    config = worker_config(skewed.path, 1, 1, 2, redundant=8)
+    (prompt,) = decisive_prompts(skewed, SEED + 4, [9], TOKENS)
+    body = {"model": skewed.path.name, "prompt": prompt.tolist(), "max_tokens": TOKENS}
+    body |= {"temperature": 0, "ignore_eos": True}
+    decode = Tokenizer.from_file(str(skewed.path / "tokenizer.json")).decode
+    endpoints = daemons.endpoints(2)
+    with service_app(skewed.path, config, endpoints, eplb_step_interval=3) as service:
+        (choice,) = service.ok("/v1/completions", body)["choices"]
+        assert choice["text"] == decode(skewed.greedy(prompt.tolist(), TOKENS))
+        call = service.context.engine.call
+        statuses = service.runner.run(call(lambda driver: driver.group.get_status()))
+        assert all(status.expert_moves.num_switches for status in statuses)
 
 
 def limits_of(group, path, dp, pp, tp, **options):
@@ -487,7 +535,7 @@ def test_what_cannot_move_is_refused_by_name(open_group, model, daemons, case):
     assert {status.link for status in group.get_status()} == links
     plain = replace(worker_config(model.path, 2, 1, 1).model, enable_eplb=False)
     config = replace(worker_config(model.path, 2, 1, 1), model=plain)
-    with pytest.raises(ConfigError, match=r"num_redundant_experts.*enable_eplb"):
+    with pytest.raises(ClientConfigError, match=r"num_redundant_experts.*enable_eplb"):
         group.prepare(config, num_gpu_blocks=NUM_BLOCKS, reload=True)
     config = replace(config, model=replace(plain, num_redundant_experts=0))
     group.prepare(config, num_gpu_blocks=NUM_BLOCKS, reload=True)

@@ -73,11 +73,21 @@ class ServiceApp(NamedTuple):
 
 @contextlib.contextmanager
 def service_app(
-    model: Path, config: WorkerConfig, endpoints: Sequence[str], **settings: Any
+    model: Path,
+    config: WorkerConfig,
+    endpoints: Sequence[str],
+    eplb_step_interval: int | None = None,
+    **settings: Any,
 ) -> Iterator[ServiceApp]:
     """Yield a service that is ready. settings: of ServiceSettings."""
     own = ServiceSettings(**settings)
-    plan = DrivenGroup(ModelSource.of(model), config, endpoints=tuple(endpoints), reload=True)
+    plan = DrivenGroup(
+        ModelSource.of(model),
+        config,
+        endpoints=tuple(endpoints),
+        reload=True,
+        eplb_step_interval=eplb_step_interval,
+    )
     with asyncio.Runner() as runner:
         engine = Engine(plan, own)
         access = KeyCheck(own.api_keys, own.admin_keys)

@@ -137,7 +137,7 @@ def resolve_config(config: ModelConfig, model_roots: Sequence[Path]) -> Resolved
         ConfigError: the model lies outside the roots, or a value does not fit it.
         CheckpointError: the directory or its config.json is missing or broken.
     """
-    _check_eplb(config)
+    _check_combinations(config)
     directory = named = confine_directory(config.model, model_roots)
     saved = read_saved_set(directory) if config.load_format in LOAD_FORMATS.values() else None
     if saved is not None:
@@ -182,17 +182,12 @@ def _with_expert_parallelism(decoder: DecoderConfig) -> DecoderConfig:
     return replace(decoder, expert_parallel=True)
 
 
-def _check_eplb(config: ModelConfig) -> None:
-    """Raise ConfigError for options that moving experts excludes."""
-    if not config.enable_eplb and not config.num_redundant_experts:
-        return
-    if not config.enable_eplb:
-        problem = "experts have copies only if they can be balanced"
-        fix = "0, or enable_eplb"
-        raise config_error("num_redundant_experts", config.num_redundant_experts, problem, fix)
-    if not config.enable_expert_parallel:
-        problem = "each rank has a part of every expert: there is nothing to balance"
-        raise config_error("enable_eplb", True, problem, "use enable_expert_parallel with it")
+def _check_combinations(config: ModelConfig) -> None:
+    """Raise ConfigError for options of a model that mean nothing together."""
+    fault = config.find_fault()
+    if fault is not None:
+        field, value, problem, fix = fault
+        raise config_error(field, value, problem, fix)
 
 
 def check_saved_experts(decoder: DecoderConfig, field: str, value: object) -> None:

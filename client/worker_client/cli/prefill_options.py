@@ -81,8 +81,16 @@ class PrefillOptions:
             problem = "blocks of the other group come to host memory"
             fix = "give --kv-host-memory-bytes: each rank keeps the blocks of some prompts there"
             raise config_error("kv_host_memory_bytes", 0, problem, fix)
-        config = structs.replace(plan.config, parallel=parallel, lora=LoraConfig())
-        group = replace(plan, config=config, endpoints=endpoints, devices=(), max_itl_ms=None)
+        model = structs.replace(plan.config.model, enable_eplb=False, num_redundant_experts=0)
+        config = structs.replace(plan.config, parallel=parallel, model=model, lora=LoraConfig())
+        group = replace(
+            plan,
+            config=config,
+            endpoints=endpoints,
+            devices=(),
+            max_itl_ms=None,
+            eplb_step_interval=None,
+        )
         return PrefillSettings(
             group=group,
             host=self._host((*endpoints, *plan.endpoints)),

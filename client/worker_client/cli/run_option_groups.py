@@ -10,6 +10,7 @@ import typer
 from rpc_schema.config import (
     FIT_MAX_MODEL_LEN,
     MAX_DRAFTS,
+    MAX_REDUNDANT_EXPERTS,
     CacheConfig,
     DraftMethod,
     Dtype,
@@ -25,8 +26,9 @@ from rpc_schema.config import (
 )
 from worker_client.cli.devices import Device
 from worker_client.cli.options import KeyFile, KnownDaemons, Wait, one_of
+from worker_client.driver_parts.experts import EPLB_STEP_INTERVAL
 from worker_client.errors import config_error
-from worker_client.group.loading import check_speculative
+from worker_client.group.loading import check_model, check_speculative
 from worker_client.group.replacement import REPLACE_WITHIN_S
 from worker_client.inputs.tokenizer import LARGEST_TEXT_BYTES, MAX_TEXT_BYTES
 from worker_client.scheduler.step_budget import check_max_itl_ms
@@ -52,6 +54,23 @@ class ModelOptions:
     enable_expert_parallel: Annotated[
         bool, typer.Option(help="Give each tensor-parallel rank whole experts.")
     ] = False
+    enable_eplb: Annotated[
+        bool, typer.Option(help="Move experts between ranks, to balance loads.")
+    ] = False
+    num_redundant_experts: Annotated[
+        int,
+        typer.Option(
+            min=0, max=MAX_REDUNDANT_EXPERTS, help="Further copies of each layer's experts."
+        ),
+    ] = 0
+    eplb_step_interval: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="STEPS",
+            help=f"Balance experts every so many steps; default: {EPLB_STEP_INTERVAL}.",
+        ),
+    ] = None
     enable_return_routed_experts: Annotated[
         bool, typer.Option(help="Keep the experts of tokens, for requests that ask for them.")
     ] = False
@@ -88,23 +107,38 @@ class ModelOptions:
         """True if max_model_len may be lowered to what the KV cache holds."""
         return self.fit_max_model_len or self.max_model_len == FIT_MAX_MODEL_LEN
 
+    @property
+    def step_interval(self) -> int | None:
+        """Steps between two rebalances of experts; None: these do not move. Raises
+        ClientConfigError."""
+        if self.enable_eplb:
+            return self.eplb_step_interval or EPLB_STEP_INTERVAL
+        if self.eplb_step_interval is not None:
+            problem, fix = "the experts do not move", "leave it out, or use enable_eplb"
+            raise config_error("eplb_step_interval", self.eplb_step_interval, problem, fix)
+        return None
+
     def config(self) -> ModelConfig:
         """Return the model's configuration, with the model as it was named."""
         if self.max_model_len == 0:
             fix = "use at least 1, or -1 to fit it"
             raise config_error("max_model_len", 0, "out of bounds", fix)
-        return ModelConfig(
+        config = ModelConfig(
             model=self.model,
             dtype=one_of("dtype", self.dtype, Dtype),
             quantization=one_of("quantization", self.quantization, Quantization),
             load_format=one_of("load_format", self.load_format, LoadFormat),
             max_model_len=None if self.max_model_len == FIT_MAX_MODEL_LEN else self.max_model_len,
             enable_expert_parallel=self.enable_expert_parallel,
+            enable_eplb=self.enable_eplb,
+            num_redundant_experts=self.num_redundant_experts,
             enable_return_routed_experts=self.enable_return_routed_experts,
             seed=self.seed or 0,
             enable_sleep_mode=self.enable_sleep_mode,
             hf_overrides=self.hf_overrides,
         )
+        check_model(config)
+        return config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,7 +94,7 @@ def build_run_options(**values: Any) -> RunOptions:
         lora=loras.config(),
         speculative=drafts.config(),
     )
-    endpoints, keys = daemons.running(), daemons.keys()
+    endpoints, keys, interval = daemons.running(), daemons.keys(), model.step_interval
     found, draft = _find_models(model, drafts)
     config = structs.replace(config, model=structs.replace(config.model, model=found.sent_as))
     if draft is not None:
@@ -117,6 +117,7 @@ def build_run_options(**values: Any) -> RunOptions:
         replace_within_s=daemons.replace_within,
         max_text_bytes=requests.max_text_bytes,
         max_itl_ms=steps.max_itl_ms,
+        eplb_step_interval=interval,
         seed=model.seed,
     )
     return RunOptions(

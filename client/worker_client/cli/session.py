@@ -135,7 +135,11 @@ class Replica:
             on_result,
             max_history=None,
             recover=self.recover,
-            options=DriverOptions(grammars, keeps_prefixes=not measured),
+            options=DriverOptions(
+                grammars,
+                keeps_prefixes=not measured,
+                eplb_step_interval=self.options.plan.eplb_step_interval,
+            ),
         )
         inputs = with_adapters(self.group, self.options.plan.config.lora, inputs)
         start = time.monotonic()

@@ -1,6 +1,7 @@
 """Balances the experts of a group between steps, every so many of them."""
 
 import logging
+from typing import Final
 
 from rpc_schema.errors import WorkerError
 from worker_client.driver_parts.context import DriverContext
@@ -8,6 +9,8 @@ from worker_client.driver_parts.interface import DriverPart, StepInFlight
 from worker_client.errors import DeadlineExceeded, WorkerDied, config_error
 from worker_client.group.experts import Rebalance
 
+EPLB_STEP_INTERVAL: Final = 3000
+"""Steps from one rebalance to the next where an option does not say it: vLLM's default."""
 _LOG = logging.getLogger(__name__)
 
 

@@ -32,7 +32,7 @@ class DriverOptions:
     they have left in the ranks' host memory (host_tier.TieredScheduler)."""
     eplb_step_interval: int | None = None
     """Steps from one rebalance of the group's experts to the next, for a group that was loaded with
-    enable_eplb; vLLM's default is 3000. None: the caller rebalances, or nobody."""
+    enable_eplb. None: the caller rebalances, or nobody."""
     prefill: PrefillGroup | None = None
     """Another group, which computes the prompts of requests (replicas/prefill_group.py). It stays
     the caller's. None: this group computes them."""

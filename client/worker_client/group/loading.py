@@ -12,7 +12,12 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from rpc_schema.config import MIN_STEP_DEADLINE_MS, SpeculativeConfig, WorkerConfig
+from rpc_schema.config import (
+    MIN_STEP_DEADLINE_MS,
+    ModelConfig,
+    SpeculativeConfig,
+    WorkerConfig,
+)
 from rpc_schema.kv_cache import (
     BlockGroup,
     KVCacheConfig,
@@ -110,6 +115,13 @@ def check_speculative(config: SpeculativeConfig) -> None:
         raise config_error(f"speculative.{field}", value, problem, fix)
 
 
+def check_model(config: ModelConfig) -> None:
+    """Raise ClientConfigError for options of a model that mean nothing together."""
+    fault = config.find_fault()
+    if fault is not None:
+        raise config_error(*fault)
+
+
 def check_config(config: WorkerConfig) -> None:
     """Check every field against the schema, which itself checks only when it decodes.
 
@@ -125,6 +137,7 @@ def check_config(config: WorkerConfig) -> None:
             except msgspec.ValidationError as error:
                 problem = "the value is not allowed"
                 raise config_error(f"{section}.{entry.name}", value, problem, str(error)) from None
+    check_model(config.model)
     check_speculative(config.speculative)
     deadline_ms = config.scheduler.step_deadline_ms
     if deadline_ms < MIN_STEP_DEADLINE_MS:

@@ -188,7 +188,9 @@ class Engine:
             self._opened = opened
             self.phase = "READY"
             recover = partial(self._recover, opened)
-            options = DriverOptions(grammars, prefill=prefill)
+            options = DriverOptions(
+                grammars, eplb_step_interval=plan.eplb_step_interval, prefill=prefill
+            )
             self.inner = Driver(opened.group, scheduler, recover=recover, options=options)
             yield self.inner
 

@@ -29,7 +29,7 @@ from worker_client.errors import ClientConfigError
 from worker_client.group.loading import check_config
 from worker_client.launcher import LocalDaemons
 from worker_client.requests import RequestOutput
-from worker_daemon.worker.resolve import check_speculative
+from worker_daemon.worker.resolve import check_speculative, resolve_config
 from worker_host.draft_counts import DraftCounts
 
 ROOT = Path(__file__).parents[3]
@@ -375,6 +375,48 @@ def test_settings_of_drafts_that_mean_nothing_together_are_refused(tmp_path, fie
     )
     with pytest.raises(ConfigError, match=f"speculative.{field}"):
         check_speculative(config)
+
+
+BALANCED = {"enable_expert_parallel": True, "enable_eplb": True}
+"""Options of a model whose experts move."""
+
+
+@pytest.mark.parametrize(
+    ("given", "copies", "interval"),
+    [
+        ({}, 0, None),
+        (BALANCED, 0, 3000),
+        ({**BALANCED, "num_redundant_experts": 3, "eplb_step_interval": 7}, 3, 7),
+    ],
+)
+def test_options_of_experts_that_move_reach_the_configuration(directory, given, copies, interval):
+    plan = build_run_options(model=directory, **given).plan
+    assert plan.config.model.enable_eplb is bool(given)
+    assert plan.config.model.num_redundant_experts == copies
+    assert plan.eplb_step_interval == interval
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("enable_eplb", {"enable_eplb": True}),
+        ("num_redundant_experts", {"enable_expert_parallel": True, "num_redundant_experts": 2}),
+        ("eplb_step_interval", {"enable_expert_parallel": True, "eplb_step_interval": 2}),
+    ],
+)
+def test_options_of_experts_that_mean_nothing_together_are_refused(directory, field, given):
+    """By the options, and those of a model by a group before it loads, and by a daemon."""
+    with pytest.raises(ClientConfigError) as refused:
+        build_run_options(model=directory, **given)
+    assert (refused.value.field, refused.value.value) == (field, given[field])
+    if field == "eplb_step_interval":
+        return
+    model = ModelConfig(model=str(directory), **given)
+    with pytest.raises(ClientConfigError) as refused:
+        check_config(WorkerConfig(parallel=ParallelConfig(), model=model))
+    assert refused.value.field == field
+    with pytest.raises(ConfigError, match=f"field {field} = "):
+        resolve_config(model, [directory])
 
 
 def test_a_method_that_does_not_exist_is_refused(tmp_path):

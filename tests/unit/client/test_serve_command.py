@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from worker_client.__main__ import app
@@ -57,6 +58,7 @@ def test_every_wrong_option_is_named_with_the_fix_and_no_key_is_shown(
         (("--model", model, "--endpoints", "ipc:///a/b,ipc:///a/c"), "endpoints"),
         (("--model", model, "--endpoints", "tcp://127.0.0.1:5"), "endpoint"),
         (("--model", model, "--generation-config", "x"), "generation_config"),
+        (("--model", model, "--eplb-step-interval", 5), "eplb_step_interval"),
         (("--model", model, "--api-key", "a-short"), "api_key"),
         (("--model", model, "--api-key", "with a space"), "api_key"),
         (("--model", model, "--admin-key-file", keys), "admin_key_file"),
@@ -101,6 +103,7 @@ def test_wrong_options_of_the_prefill_group_are_named(model, served, words, fiel
 def test_the_prefill_group_has_sizes_of_its_own_and_else_the_same_options(model, served):
     sizes = ("--prefill-pipeline-parallel-size", 2, "--tensor-parallel-size", 1)
     options = ("--max-num-seqs", 7, "--max-loras", 2, "--prefill-timeout", 3)
+    options += ("--enable-expert-parallel", "--enable-eplb", "--num-redundant-experts", 2)
     done = run("--model", model, "--device", "cpu", *APART, *sizes, *options)
     assert done.exit_code == 0, done
     ((group, settings),) = served
@@ -108,8 +111,11 @@ def test_the_prefill_group_has_sizes_of_its_own_and_else_the_same_options(model,
     assert (parallel.pipeline_parallel_size, parallel.tensor_parallel_size) == (2, 1)
     assert (other.endpoints, other.devices) == (("ipc:///a/p", "ipc:///a/q"), ())
     assert (settings.prefill.host, settings.prefill.timeout_s) == ("127.0.0.1", 3)
-    for part in ("model", "scheduler", "cache", "speculative"):
+    for part in ("scheduler", "cache", "speculative"):
         assert getattr(other.config, part) == getattr(group.config, part)
+    at_rest = replace(group.config.model, enable_eplb=False, num_redundant_experts=0)
+    assert other.config.model == at_rest != group.config.model
+    assert (group.eplb_step_interval, other.eplb_step_interval) == (3000, None)
     assert (group.config.lora.max_loras, other.config.lora.max_loras) == (2, 0)
     assert run("--model", model, "--device", "cpu").exit_code == 0
     assert served[1][1].prefill is None

@@ -53,6 +53,25 @@ def test_a_length_of_minus_one_is_the_longest_that_fits(monkeypatch):
     assert fitted["max_model_len"] == fitted["longest_model_len"] == whole["longest_model_len"]
 
 
+def test_options_of_experts_that_move(monkeypatch, caplog):
+    """Their slots and their spare memory count; a number of copies that does not divide is
+    refused."""
+    monkeypatch.setattr("worker_daemon.cli.configure_logs", lambda _: None)
+    monkeypatch.setattr("worker_daemon.cli.prepare_environment", lambda: None)
+    model = MODEL[1].replace(Path(MODEL[1]).name, "qwen3-30b-a3b")
+    words = ["plan", "--model", model, "--memory-bytes", str(H200_BYTES), "--json"]
+    words += ["--tensor-parallel-size", "2", "--enable-expert-parallel"]
+    at_rest, moving = (
+        json.loads(CliRunner().invoke(app, [*words, *more]).stdout)["ranks"][0]["weights_bytes"]
+        for more in ((), ("--enable-eplb", "--num-redundant-experts", "16"))
+    )
+    expert_bytes = 2 * 3 * 2048 * 768
+    assert moving - at_rest == (48 * 8 + 72) * expert_bytes
+    refused = CliRunner().invoke(app, [*words, "--enable-eplb", "--num-redundant-experts", "3"])
+    assert refused.exit_code == 78
+    assert "num_redundant_experts = 3" in caplog.text
+
+
 def test_a_repository_by_its_name(tmp_path, monkeypatch):
     """Its small files are downloaded, and the plan is that of the directory."""
     hub = HubServer()

@@ -276,6 +276,18 @@ def test_replicas_that_share_experts_have_fewer_each_and_compute_the_tokens_of_a
     assert caught.value.field == "data_parallel_size"
 
 
+def test_experts_that_move_have_slots_and_spare_memory(write_model):
+    """Each rank has as many slots for experts and copies, and room for one layer's besides."""
+    path = write_model("Qwen3MoeForCausalLM", **EXPERTS | {"head_dim": 16})
+    shared = {"tp": 2, "enable_expert_parallel": True}
+    at_rest = plan(path, **shared).ranks
+    moving = plan(path, **shared, enable_eplb=True, num_redundant_experts=3).ranks
+    expert_bytes = 2 * 3 * SMALL["hidden_size"] * EXPERTS["moe_intermediate_size"]
+    for before, after, held in zip(at_rest, moving, (3, 2), strict=True):
+        more = 5 * (4 - held) + 4
+        assert after.weights_bytes - before.weights_bytes == more * expert_bytes
+
+
 def test_the_rows_of_a_tokens_experts_count_in_a_step(write_model):
     """Each token has inner values and a result for each of its experts."""
 
