@@ -225,6 +225,10 @@ MAX_RECOMPUTED_BYTES = 8 << 20
 """Bound on the tokens of a RecomputeRequests."""
 
 
+MAX_REPLICAS = 4096
+"""Bound on the replicas in lockstep whose rows are recomputed at the same time."""
+
+
 class RecomputeRequests(StepRequest["RecomputeRequestsReply"], frozen=True, tag=56, kw_only=True):
     """Compute KV of rows again, in place, with the present weights; nothing is sampled. No step is
     in flight. Each forward pass takes the rows' next tokens in their order, at most max_num_tokens:
@@ -243,6 +247,11 @@ class RecomputeRequests(StepRequest["RecomputeRequestsReply"], frozen=True, tag=
     is_cut: bool = False
     """The last row goes on in a later message: until then, its KV is of no use to another
     driver."""
+    tokens_by_replica: Annotated[tuple[RawInt32, ...], Meta(max_length=MAX_REPLICAS)] = ()
+    """Of replicas in lockstep, each of which computes rows of its own at the same time: how many
+    tokens of each row every replica computes, in the order of its rows, so that all ranks know
+    everyone's passes. A replica that has no pass left takes part in those of the others without
+    tokens if they share experts. Empty: there is one replica."""
 
 
 class RecomputeRequestsReply(StepReply, frozen=True, tag=56, kw_only=True):

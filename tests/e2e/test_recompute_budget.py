@@ -96,7 +96,7 @@ def test_requests_that_wait_end_and_begin_again(serve, models, seed):
         watched.step(4)
         watched.add(texts[1:], 60, first=1)
         watched.step(rng.randrange(4, 9))
-        recompute(group, new, 16)
+        recompute(group, new, 12)  # there is more than eight times as much
         watched.step(rng.randrange(1, 4))
         watched.driver.abort_request("r0")
         watched.scheduler.pause_request("r3")

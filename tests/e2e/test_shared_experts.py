@@ -343,12 +343,3 @@ def test_saved_set_has_the_experts_of_all_replicas(open_group, model_root, tmp_p
         assert run(group, scheduler, case[0]) == case[1]
         with pytest.raises(ConfigError, match=r"replicas_sharing_experts.*load it with 2"):
             open_group(1, pp, tp, endpoints=own.endpoints[: pp * tp], **read)
-
-
-def test_what_shared_experts_exclude_is_refused_by_name(open_group, case):
-    group, scheduler = open_group(2, 1, 1)
-    with pytest.MonkeyPatch.context() as patch:  # the library refuses it too
-        patch.setattr(group.weights.recomputation, "check_possible", lambda running: None)
-        with pytest.raises(ConfigError, match=r"replicas share the experts.*running.*keep or drop"):
-            group.weights.start_update(running="recompute")
-    assert run(group, scheduler, case[0]) == case[1]

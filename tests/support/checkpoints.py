@@ -234,7 +234,9 @@ class Checkpoint:
 
     @cached_property
     def _exact(self) -> transformers.PreTrainedModel:
-        return copy.deepcopy(self.model).double()
+        exact = copy.deepcopy(self.model).double()
+        exact.config._experts_implementation = "eager"  # the other ones have no float64
+        return exact
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Return in row i the logits, float32 [vocab_size], of the token after token_ids[i]."""

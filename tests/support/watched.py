@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 from tests.support.serving import LONG_LEASE, greedy_request, scheduler_limits
 from worker_client.driver import Driver
+from worker_client.replicas.lockstep import LockstepScheduler
 from worker_client.scheduler import Scheduler
 from worker_client.worker_group import WorkerGroup
 
@@ -22,7 +23,9 @@ class Watched:
         """By request, the version of each token, as results said."""
         self.outputs, self._execute = {}, group.execute_model
         group.execute_model = self._note
-        self.scheduler = Scheduler(scheduler_limits(group, loaded, **limits))
+        found, num_replicas = scheduler_limits(group, loaded, **limits), len(group.slots.tables)
+        own = [Scheduler(found) for _ in range(num_replicas)]
+        self.scheduler = own[0] if num_replicas == 1 else LockstepScheduler(own)
         self.driver = Driver(group, self.scheduler, self._listen)
 
     def _note(self, output):

@@ -8,6 +8,7 @@ thread only.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rpc_schema.codec import Frame
-from rpc_schema.errors import CommError, DeviceError, InvalidStepError
+from rpc_schema.errors import CommError, DeviceError, InvalidStepError, PrecededByError
 from rpc_schema.operations import StepMessage
 from rpc_schema.step import ExecuteDummyBatch, ExecuteModel, SampleTokens
 from rpc_schema.weight_transfer import RecomputeRequests
@@ -35,7 +36,7 @@ from worker_daemon.runner.output import (
     StepReplies,
 )
 from worker_daemon.runner.parts.step_parts import SamplerOutput, StepParts
-from worker_daemon.runner.recompute import plan_passes, read_rows
+from worker_daemon.runner.recompute import plan_passes, read_replicas, read_rows
 from worker_daemon.runner.report import Report
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.sample_rows import Unsampled
@@ -279,31 +280,43 @@ class ModelRunner:
     ) -> tuple[int, int]:
         """Compute KV of rows again with the present weights. Return the numbers of tokens and of
         forward passes, once the output rank has the last one's outcome; on other ranks the device
-        may not be done. Between passes nothing waits for the device. begin: called with the number
-        of passes, before the first.
+        may not be done. Between passes nothing waits for the device. If replicas share experts, the
+        passes are those of the replica that has the most. begin: called with their number, before
+        the first.
 
         Raises:
             InvalidStepError: the message does not fit the rows; nothing was done.
             PrecededByError: a step has failed before; likewise.
             CommError: the link is broken, if only since a pass has failed on one of several ranks.
         """
-        state = self.state
-        state.check_failure()
-        rows = read_rows(request, state)
+        state, shared = self.state, self._shared_experts is not None
+        of_replicas = read_replicas(request, state)
+        if not shared:
+            of_replicas = []
+        try:
+            state.check_failure()
+            rows = read_rows(request, state)
+        except (InvalidStepError, PrecededByError):
+            self._stand_in(of_replicas)
+            raise
         passes = list(plan_passes(request.seq, rows, request.max_num_tokens))
+        num_passes = max(len(passes), len(of_replicas))
         identity = self._identify(request)
         replies = []
-        begin(len(passes))
+        begin(num_passes)
         with state.knowing(rows.tokens):
-            for place, step in enumerate(passes, 1):
+            for place, (step, counts) in enumerate(zip_longest(passes, of_replicas), 1):
+                if step is None:
+                    self._stand_in([counts])
+                    continue
                 try:
-                    replies.append(self._run(step, identity))
+                    replies.append(self._run(step, identity, counts))
                 except (CommError, DeviceError):
                     raise
                 except Exception as error:
-                    if self._num_ranks == 1 or place == len(passes):
+                    if (self._num_ranks == 1 and not shared) or place == num_passes:
                         raise
-                    left = f"rank {self._rank} failed in pass {place} of {len(passes)}: {error}"
+                    left = f"rank {self._rank} failed in pass {place} of {num_passes}: {error}"
                     raise_caused(CommError(left), error)
         for reply in replies:
             if reply is not None:
@@ -312,7 +325,14 @@ class ModelRunner:
         for slot, end in ends[: -1 if request.is_cut else None]:
             self._stale.pop(slot, None)
             self._recomputed[slot] = RowEnd(slot, int(state.generation[slot]), end)
-        return sum(step.total_num_tokens for step in passes), len(passes)
+        return sum(step.total_num_tokens for step in passes), num_passes
+
+    def _stand_in(self, passes: Sequence[Sequence[int]]) -> None:
+        """Take part in forward passes in which this replica computes nothing. passes: the tokens of
+        each replica in each; none unless replicas share experts."""
+        if self._shared_experts is not None:
+            for of_replicas in passes:
+                self._shared_experts.stand_in(of_replicas)
 
     def end_epoch(self) -> None:
         """Keep the notes of blocks' contents that hold for another driver, and only the tokens of
@@ -359,23 +379,25 @@ class ModelRunner:
         try:
             step = self.state.apply(request, arrays)
         except InvalidStepError:
-            if self._shared_experts is not None:
-                self._shared_experts.stand_in(self.state.tokens_of_replicas)
+            if self.state.tokens_of_replicas is not None:
+                self._stand_in([self.state.tokens_of_replicas])
             raise
         if request.resync is not None:
             self._unsampled.clear()
-        return self._run(step, self._identify(request), lockstep=True)
+        return self._run(step, self._identify(request), self.state.tokens_of_replicas)
 
     def execute_dummy_batch(self, request: ExecuteDummyBatch) -> PendingOutput | None:
         """Run one token through the stage, without a request."""
         return self._run(self.state.dummy_step(request.seq), self._identify(request))
 
     def _run(
-        self, step: ScheduledStep, identity: ReplyIdentity, *, lockstep: bool = False
+        self,
+        step: ScheduledStep,
+        identity: ReplyIdentity,
+        of_replicas: Sequence[int] | None = None,
     ) -> PendingOutput | None:
-        """lockstep: the step's message says what other replicas compute, if it is a driver's."""
+        """of_replicas: tokens of each; None: they compute the same step, as in a warm-up."""
         if self._shared_experts is not None:
-            of_replicas = self.state.tokens_of_replicas if lockstep else None
             self._shared_experts.begin(step.total_num_tokens, of_replicas)
         loaded: Loaded | None = None
         try:

@@ -1,14 +1,15 @@
 """Reads a RecomputeRequests, and plans its forward passes: from the message alone, so that all
-ranks run the same ones. Pure."""
+ranks run the same ones, and know those of other replicas. Pure."""
 
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from rpc_schema.errors import InvalidStepError
 from rpc_schema.weight_transfer import RecomputeRequests
-from worker_daemon.contracts.arrays import Int32s
+from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.scheduled_step import NO_STEP_VALUES, NO_UPDATES, ScheduledStep
 
@@ -33,7 +34,8 @@ def read_rows(message: RecomputeRequests, state: RequestState) -> RecomputedRows
 
     Raises:
         InvalidStepError: they are not rows with a request, in the order of their slots, or have
-            not so many computed tokens, or the tokens do not fit them.
+            not so many computed tokens, or the tokens do not fit them, or the counts that it says
+            of this rank's replica (read_replicas has checked the others).
     """
     limits, counts = state.limits, state.counts
     if message.max_num_tokens > limits.max_num_batched_tokens:
@@ -54,6 +56,8 @@ def read_rows(message: RecomputeRequests, state: RequestState) -> RecomputedRows
         slot = int(slots[index])
         fix = f"positions of its {counts.num_computed[slot]} computed tokens that are given"
         raise _invalid(f"rows[{slot}]", rows[index].tolist(), fix)
+    if state.replicas is not None:
+        _check_own_counts(message, ends - firsts, state.replicas.dp_rank)
     given = np.frombuffer(message.token_ids, "<i4").astype(np.int32)
     if int(num_given.sum()) != given.size:
         raise _invalid("token_ids", given.size, f"the {int(num_given.sum())} tokens of the rows")
@@ -68,15 +72,24 @@ def read_rows(message: RecomputeRequests, state: RequestState) -> RecomputedRows
     return RecomputedRows(slots, firsts, ends, tokens)
 
 
-def plan_passes(seq: int, rows: RecomputedRows, most: int) -> Iterator[ScheduledStep]:
-    """Yield passes over the rows' tokens, one row after the other, of `most` tokens each and the
-    rest in the last one. A pass may begin and end within a row, and has no row twice.
+class PassSpan(NamedTuple):
+    """The tokens of a forward pass, counted through all rows one after the other."""
+
+    first: int
+    last: int
+    """Behind its last token."""
+    rows: slice
+    """The rows that have some of them."""
+
+
+def split_passes(counts: Int64s, most: int) -> Iterator[PassSpan]:
+    """Yield passes over rows of as many tokens each, of `most` tokens each and the rest in the last
+    one. A pass may begin and end within a row, and has no row twice.
 
     Rows may read what rows before them store in the same pass, but not where each has one token:
     backends then store and attend in one kernel. Only the end of a row that an earlier pass has
     begun can be in a block that others share, so it is then a pass of its own.
     """
-    counts = (rows.ends - rows.firsts).astype(np.int64)
     reached = np.cumsum(counts)
     begun = reached - counts
     total, first = int(counts.sum()), 0
@@ -88,10 +101,40 @@ def plan_passes(seq: int, rows: RecomputedRows, most: int) -> Iterator[Scheduled
         )
         if begun[part.start] < first and part.stop - part.start == last - first:
             last, part = first + 1, slice(part.start, part.start + 1)
+        yield PassSpan(first, last, part)
+        first = last
+
+
+def plan_passes(seq: int, rows: RecomputedRows, most: int) -> Iterator[ScheduledStep]:
+    """Yield the passes over the rows' tokens: see split_passes."""
+    counts = (rows.ends - rows.firsts).astype(np.int64)
+    begun = np.cumsum(counts) - counts
+    for first, last, part in split_passes(counts, most):
         starts = rows.firsts[part] + np.maximum(first - begun[part], 0)
         ends = rows.firsts[part] + np.minimum(last - begun[part], counts[part])
         yield _pass(seq, rows.slots[part], starts.astype(np.int32), ends.astype(np.int32))
-        first = last
+
+
+def read_replicas(message: RecomputeRequests, state: RequestState) -> list[tuple[int, ...]]:
+    """Return the tokens of each replica in each pass of any, 0 in passes that a replica does not
+    have. All ranks have the same counts, so all refuse wrong ones. Nothing of one replica alone.
+
+    Raises:
+        InvalidStepError: there are no counts of each replica's rows.
+    """
+    num_replicas = 0 if state.replicas is None else state.replicas.dp_size
+    given = message.tokens_by_replica
+    if len(given) != num_replicas or any(len(each) % 4 for each in given):
+        fix = f"int32 [rows] of each of {num_replicas} replicas in lockstep"
+        raise _invalid("tokens_by_replica", [len(each) for each in given], fix)
+    counts = [np.frombuffer(each, "<i4").astype(np.int64) for each in given]
+    rows, length = state.limits.max_num_seqs, state.limits.max_model_len
+    if any(own.size > rows or (own < 1).any() or (own > length).any() for own in counts):
+        fix = f"1 to {length} tokens of each of at most {rows} rows"
+        raise _invalid("tokens_by_replica", [own.tolist()[:8] for own in counts], fix)
+    most = message.max_num_tokens
+    sizes = ([each.last - each.first for each in split_passes(own, most)] for own in counts)
+    return [*zip_longest(*sizes, fillvalue=0)]
 
 
 def _pass(seq: int, slots: Int32s, starts: Int32s, ends: Int32s) -> ScheduledStep:
@@ -110,6 +153,13 @@ def _pass(seq: int, slots: Int32s, starts: Int32s, ends: Int32s) -> ScheduledSte
         step_values=NO_STEP_VALUES,
         recomputes=True,
     )
+
+
+def _check_own_counts(message: RecomputeRequests, counts: Int32s, dp_rank: int) -> None:
+    given = np.frombuffer(message.tokens_by_replica[dp_rank], "<i4")
+    if not np.array_equal(given, counts):
+        fix = f"those of replica {dp_rank}'s own rows: {counts.tolist()[:8]}"
+        raise _invalid("tokens_by_replica", given.tolist()[:8], fix)
 
 
 def _invalid(field: str, value: object, fix: str) -> InvalidStepError:

@@ -18,8 +18,8 @@ class ReplicaCounts:
 
     def __init__(self, dp_rank: int, dp_size: int) -> None:
         """dp_rank: the rank's replica, of dp_size."""
-        self._dp_rank = dp_rank
-        self._dp_size = dp_size
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
         self.num_tokens: tuple[int, ...] | None = None
         """Tokens of each replica in the last step that was taken, or refused for what else it has;
         None if it had no such counts."""
@@ -32,16 +32,16 @@ class ReplicaCounts:
                 rank's replica are not its step's.
         """
         self.num_tokens = None
-        if not arrays or len(arrays[-1]) != 2 * _INT32.itemsize * self._dp_size:
+        if not arrays or len(arrays[-1]) != 2 * _INT32.itemsize * self.dp_size:
             size = f"{len(arrays[-1])} bytes" if arrays else "no frame"
-            fix = f"replicas in lockstep: a last frame of int32 [{self._dp_size}, 2]"
+            fix = f"replicas in lockstep: a last frame of int32 [{self.dp_size}, 2]"
             raise invalid("replica_counts", size, fix)
-        counts = np.frombuffer(arrays[-1], _INT32).reshape(self._dp_size, 2)
+        counts = np.frombuffer(arrays[-1], _INT32).reshape(self.dp_size, 2)
         if (counts < 0).any():
             raise invalid("replica_counts", counts.tolist(), "numbers of requests and tokens")
         self.num_tokens = tuple(counts[:, 1].tolist())
         own = [read_bitmap(step.scheduled).size, step.total_num_scheduled_tokens]
-        if counts[self._dp_rank].tolist() != own:
-            fix = f"those of replica {self._dp_rank}'s own step: {own}"
-            raise invalid("replica_counts", counts[self._dp_rank].tolist(), fix)
+        if counts[self.dp_rank].tolist() != own:
+            fix = f"those of replica {self.dp_rank}'s own step: {own}"
+            raise invalid("replica_counts", counts[self.dp_rank].tolist(), fix)
         return arrays[:-1]

@@ -109,6 +109,11 @@ class RequestState:
         them, as a synthetic one, or if there is one replica."""
         return None if self._lockstep is None else self._lockstep.num_tokens
 
+    @property
+    def replicas(self) -> ReplicaCounts | None:
+        """This rank's place among replicas in lockstep; None if there is one replica."""
+        return self._lockstep
+
     def num_requests(self) -> int:
         """Return the number of rows with a request. Any thread may call it."""
         return int(np.count_nonzero(self._counts.live))

@@ -24,15 +24,13 @@ class SharedExperts:
         same = [num_tokens] * self._exchange.dp_size
         self._exchange.begin(same if of_replicas is None else of_replicas)
 
-    def stand_in(self, of_replicas: Sequence[int] | None) -> None:
-        """Take part in a step that this replica has refused. of_replicas: None if it did not say
-        what the others compute; then they have refused it too.
+    def stand_in(self, of_replicas: Sequence[int]) -> None:
+        """Take part in a forward pass without tokens: this replica has none, or has refused it.
+        of_replicas: the tokens that each was to compute.
 
         Raises:
             CommError: a peer is gone.
         """
-        if of_replicas is None:
-            return
         self._exchange.begin(of_replicas)
         self._stage.join_experts()
 

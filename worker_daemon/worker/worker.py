@@ -445,8 +445,7 @@ class Worker:
         drafts change no token, or an adapter's, which is changed as a whole then.
 
         Raises: see WeightTransfer.start, and
-            ConfigError: rows are to be recomputed, and layers keep a state per request, or replicas
-                share experts.
+            ConfigError: rows are to be recomputed, and layers keep a state per request.
         """
         self._check_recomputes(message.running)
         self._transfer.start(message, self._model, self._device.opened.place, self._roots)
@@ -528,9 +527,6 @@ class Worker:
     def _check_recomputes(self, running: wt.RunningRows) -> None:
         if running == "recompute" and self._model.resolved.decoder.keeps_state:
             problem = "layers of the model keep a state per request, which cannot be recomputed"
-            raise config_error("running", running, problem, "keep or drop")
-        if running == "recompute" and self._shares_experts:
-            problem = "replicas share the experts, and each would compute other tokens"
             raise config_error("running", running, problem, "keep or drop")
 
     def recompute_requests(self, message: wt.RecomputeRequests) -> wt.RecomputeRequestsReply:

@@ -180,6 +180,10 @@ class GroupChannel:
         """Number of replicas in lockstep; 1 if the group is one replica."""
         return len(self._steps.output_ranks)
 
+    def replica_of(self, rank: int) -> int:
+        """Return the place of a rank's replica among those in lockstep."""
+        return (rank - self._first_rank) // (len(self.daemons.ranks) // self.num_replicas)
+
     @property
     def takes_steps_at_once(self) -> bool:
         """True if check_usable() and check_serving() would find nothing, and nothing precedes the
@@ -359,9 +363,8 @@ class GroupChannel:
         if len(by_replica) == 1:
             self._send_each(dict.fromkeys(self.daemons.present, by_replica[0]))
             return
-        size = len(self.daemons.ranks) // self.num_replicas
         self._send_each(
-            {client: by_replica[client.rank // size] for client in self.daemons.present}
+            {client: by_replica[self.replica_of(client.rank)] for client in self.daemons.present}
         )
 
     def ask(

@@ -1,7 +1,7 @@
 """Recomputes the KV of a group's running requests after new weights, in place: RecomputeRequests.
 The workers report their rows and tokens, so that no scheduler need take part."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -21,7 +21,6 @@ from worker_client.group.recompute_plan import RowsMessage, RowsPlan, is_in_plac
 from worker_client.group.running import RunningRequests
 from worker_client.group.waiting import Waiter
 from worker_client.scheduler_output import SchedulerOutput
-from worker_client.steps.slots import SlotTable
 
 NOT_IN_PLACE: Final = "the weights were replaced, and the KV cannot be recomputed in place"
 
@@ -35,7 +34,7 @@ class Recomputed(NamedTuple):
     num_tokens: int
     """Tokens whose KV was computed again, those of shared blocks once."""
     num_passes: int
-    """Forward passes."""
+    """Forward passes; of replicas in lockstep, those of the one that had the most."""
     seconds: float
     """Time of the slowest rank, over all messages."""
     lost_req_ids: frozenset[str] = frozenset()
@@ -44,8 +43,8 @@ class Recomputed(NamedTuple):
 
 class Recomputation:
     """Recomputes the requests that a group keeps when its weights change, message by message; steps
-    may be sent in between. The slot table has the requests that wait (SlotTable.stale). Belongs to
-    the group's thread."""
+    may be sent in between. The slot tables have the requests that wait (SlotTable.stale). Belongs
+    to the group's thread."""
 
     def __init__(
         self, channel: GroupChannel, steps: StepsInFlight, state: FailureState, waiter: Waiter
@@ -58,7 +57,8 @@ class Recomputation:
         """Requests are to be recomputed once the weights are complete."""
         self._next_budget: int | None = None
         """Most tokens that are then recomputed between two steps; None: all before the first."""
-        self._plan: RowsPlan | None = None
+        self._plans: Sequence[RowsPlan] = ()
+        """Of each replica; none unless requests wait."""
         self._budget = ALL_TOKENS
         self.report: Recomputed | None = None
         """The work of the last recomputation, so far; None: there was none, or no row was left
@@ -74,14 +74,7 @@ class Recomputation:
     def is_pending(self) -> bool:
         """True while requests are recomputed between steps, or will be once the weights are
         complete: advance() goes on with that."""
-        return self._plan is not None or (self._is_due and self._next_budget is not None)
-
-    def check_possible(self, running: RunningRequests) -> None:
-        """Refuse to recompute requests of replicas in lockstep: each replica's passes would be a
-        step of all of them."""
-        if running == "recompute" and self._channel.num_replicas > 1:
-            problem = "replicas in lockstep cannot recompute requests"
-            raise config_error("running", running, problem, "use keep, drop or abort")
+        return bool(self._plans) or (self._is_due and self._next_budget is not None)
 
     def expect(self, running: RunningRequests, budget: int | None) -> None:
         """Note what becomes of the requests while weights are replaced. Those that are kept are to
@@ -111,7 +104,7 @@ class Recomputation:
         self._is_due = False
         self._find_rows(planned)
         self._tell_waiting()
-        while self._next_budget is None and self._plan is not None:
+        while self._next_budget is None and self._plans:
             self.advance()
 
     def advance(self) -> None:
@@ -141,14 +134,15 @@ class Recomputation:
         """Let all requests with a row wait for advance(). Requests whose KV cannot be computed in
         place, or that `planned` begins with KV of other weights, are lost: the next step's failure
         names them. So are all if a rank cannot report its rows, or if a step has failed before."""
-        self._plan = self.report = None
-        slots = self._slots
-        if slots.must_resync:  # workers and scheduler may not know yet which rows are left
+        self._plans, self.report = (), None
+        slots = self._steps.slots
+        if any(table.must_resync for table in slots.tables):
+            # Workers and scheduler may not know yet which rows are left.
             self._steps.lose_rows(NOT_IN_PLACE)
             return
         new = () if planned is None else planned.scheduled_new_reqs
         lost = {request.req_id for request in new if request.num_computed_tokens}
-        kept: list[RankRow] = []
+        rows: dict[str, RankRow] = {}
         groups: Sequence[BlockGroup] = ()
         if len(slots):
             try:
@@ -157,17 +151,22 @@ class Recomputation:
                 self._fail(error)
                 return
             groups = self._groups()
-            for req_id in slots.req_ids:
+        by_replica: list[list[RankRow]] = []
+        for table in slots.tables:
+            kept: list[RankRow] = []
+            for req_id in table.req_ids:
                 found = rows.get(req_id)
-                waits = slots.awaits_sampling(req_id)
+                waits = table.awaits_sampling(req_id)
                 if found is not None and is_in_place(found, groups, awaits_sampling=waits):
                     kept.append(found)
                 else:
                     lost.add(req_id)
+            by_replica.append(kept)
         if lost:
             self._steps.lose_rows(NOT_IN_PLACE, req_ids=lost)
-        slots.await_recompute(row.row.req_id for row in kept)
-        self._plan = RowsPlan(kept, groups)
+        for table, own in zip(slots.tables, by_replica, strict=True):
+            table.await_recompute(row.row.req_id for row in own)
+        self._plans = [RowsPlan(own, groups) for own in by_replica]
         self._budget = ALL_TOKENS if self._next_budget is None else self._next_budget
         self.report = Recomputed(0, 0, 0.0, frozenset(lost))
 
@@ -177,87 +176,94 @@ class Recomputation:
         self._channel.check_usable()
         self._channel.check_serving()
         self._waiter.wait_for_all()
-        slots, report = self._slots, self.report
-        if self._plan is None or report is None:
+        tables, report = self._steps.slots.tables, self.report
+        if not self._plans or report is None:
             return False
-        message = self._plan.take(slots.stale, self._budget)
-        if not message.req_ids and not message.rows and slots.stale:
-            # A message before was interrupted: nobody knows which of its passes have run.
-            self._steps.lose_rows(NOT_IN_PLACE, req_ids=frozenset(slots.stale))
+        messages = [
+            plan.take(table.stale, self._budget)
+            for plan, table in zip(self._plans, tables, strict=True)
+        ]
+        for table, message in zip(tables, messages, strict=True):
+            if not message.req_ids and not message.rows and table.stale:
+                # A message before was interrupted: nobody knows which of its passes have run.
+                self._steps.lose_rows(NOT_IN_PLACE, req_ids=frozenset(table.stale))
         try:
-            replies = self._send(message, slots.limits.max_num_batched_tokens)
+            replies = self._send(messages, tables[0].limits.max_num_batched_tokens)
         except (WorkerError, DeadlineExceeded) as error:
             self._fail(error)
             return False
-        slots.note_recomputed(message.req_ids)
+        for table, message in zip(tables, messages, strict=True):
+            table.note_recomputed(message.req_ids)
         if replies:
+            of_replicas = [each for each in replies if each.rank in self._steps.output_ranks]
             self.report = report._replace(
-                num_tokens=report.num_tokens + replies[0].num_tokens,
-                num_passes=report.num_passes + replies[0].num_passes,
+                num_tokens=report.num_tokens + sum(reply.num_tokens for reply in of_replicas),
+                num_passes=report.num_passes + max(reply.num_passes for reply in of_replicas),
                 seconds=report.seconds + max(reply.seconds for reply in replies),
             )
-        if slots.stale:
+        if self._steps.slots.stale:
             return False
-        self._plan = None
-        if slots.must_resync:  # some were lost, and the scheduler may not know it yet
-            return False
-        slots.share_recomputed()
+        self._plans = ()
+        if any(table.must_resync for table in tables):
+            return False  # some were lost, and the scheduler may not know it yet
+        for table in tables:
+            table.share_recomputed()
         return True
 
     def _tell_waiting(self) -> None:
         if self.on_waiting is not None:
             self.on_waiting(frozenset(self._steps.slots.stale))
 
-    @property
-    def _slots(self) -> SlotTable:
-        slots = self._steps.slots
-        assert isinstance(slots, SlotTable), "for replicas in lockstep, refused before the update"
-        return slots
-
     def _fail(self, error: WorkerError | DeadlineExceeded) -> None:
         """Lose all requests, and raise an error that ends the group."""
         if isinstance(error, ENDS_OWNERSHIP):
             raise error
-        self._plan = self.report = None
+        self._plans, self.report = (), None
         if len(self._channel.daemons.ranks) > 1:  # others may wait for the one that failed
             self._channel.abort_links(str(error))
             self._state.apply(Change.LINK_BROKEN)
         self._steps.lose_rows(f"{NOT_IN_PLACE}: {error}", cause=error)
 
     def _read_rows(self) -> Iterator[RankRow]:
-        """Yield the rows of the rank that has all tokens, page by page."""
-        first_slot = 0
-        while True:
-            ask = partial(AdoptRequests, first_slot=first_slot)
+        """Yield the rows of each replica's rank that has all tokens, page by page."""
+        next_slots = dict.fromkeys(self._steps.output_ranks, 0)
+        while next_slots:
+            asked = {rank: partial(AdoptRequests, first_slot=at) for rank, at in next_slots.items()}
 
-            def build_for(rank: int, ask: Any = ask) -> Any:
-                return ask if rank == self._steps.output_rank else lc.GetSupportedTasks
+            def build_for(rank: int, asked: Mapping[int, Any] = asked) -> Any:
+                return asked.get(rank, lc.GetSupportedTasks)
 
             replies = self._channel.ask_each(build_for)
-            page = next(reply for reply in replies if isinstance(reply, AdoptRequestsReply))
-            yield from read_page(page)
-            first_slot = page.next_slot
-            if not first_slot:
-                return
+            pages = [reply for reply in replies if isinstance(reply, AdoptRequestsReply)]
+            for page in pages:
+                yield from read_page(page)
+            next_slots = {page.rank: page.next_slot for page in pages if page.next_slot}
 
     def _groups(self) -> Sequence[BlockGroup]:
         kv_cache = self._channel.daemons.clients[0].get_status().kv_cache
         assert kv_cache is not None, "legal in READY only"
         return groups_of(kv_cache)
 
-    def _send(self, message: RowsMessage, most: int) -> list[RecomputeRequestsReply]:
-        """Have all ranks recompute rows, in passes of at most `most` tokens."""
-        if not message.rows:
+    def _send(self, messages: Sequence[RowsMessage], most: int) -> list[RecomputeRequestsReply]:
+        """Have all ranks recompute their replica's rows, in passes of at most `most` tokens."""
+        if not any(message.rows for message in messages):
             return []
-        num_passes = -(-message.num_tokens // most)
-        return self._channel.ask(
+        counts = [[end - first for _, first, end, _ in each.rows] for each in messages]
+        everyone = tuple(np.array(own, "<i4").tobytes() for own in counts)
+        asked = [
             partial(
                 RecomputeRequests,
                 rows=np.array(message.rows, "<i4").tobytes(),
                 token_ids=b"".join(message.token_ids),
                 max_num_tokens=most,
                 is_cut=message.is_cut,
-            ),
+                tokens_by_replica=everyone if len(messages) > 1 else (),
+            )
+            for message in messages
+        ]
+        num_passes = -(-max(message.num_tokens for message in messages) // most)
+        return self._channel.ask_each(
+            lambda rank: asked[self._channel.replica_of(rank)],
             timeout_s=OPERATION_TIMEOUT_S + num_passes * self._channel.links.step_deadline_s,
         )
 

@@ -154,15 +154,15 @@ class GroupWeights:
             an adapter: those that use it, and its driver's scheduler does it, without a failure
             (AdaptingScheduler).
         recompute_budget: with `recompute`: finish_update() computes nothing again. Instead, at most
-            so many tokens are recomputed before each step; requests can be stepped once their own
-            KV is complete. None: finish_update() recomputes all.
+            so many tokens (of each replica in lockstep) are recomputed before each step; requests
+            can be stepped once their own KV is complete. None: finish_update() recomputes all.
 
         Raises:
             ConfigError: the version is not larger than that of every rank, or the model cannot be
                 updated, or there is no such draft model or adapter; or requests cannot be
-                recomputed, since layers keep a state per request, or replicas are in lockstep; or
-                recompute_budget is not a positive number, or `running` is not `recompute`. Nothing
-                has changed, but for requests that are lost.
+                recomputed, since layers keep a state per request; or recompute_budget is not a
+                positive number, or `running` is not `recompute`. Nothing has changed, but for
+                requests that are lost.
         """
         in_place = not isinstance(target, GroupAdapter)
         check_budget(recompute_budget, running, is_in_place=in_place)
@@ -175,7 +175,6 @@ class GroupWeights:
         if target != "model" and running != "drop":
             problem, fix = "requests go on while a draft model is updated", "leave it out"
             raise config_error("running", running, problem, fix)
-        self.recomputation.check_possible(running)
         number = self._next_version(version, target)
         rows: wt.RunningRows = "drop"
         if target == "model":
@@ -245,7 +244,6 @@ class GroupWeights:
             CheckpointError: a file is missing, truncated or not of this model.
         """
         check_budget(recompute_budget, running)
-        self.recomputation.check_possible(running)
         version = self._next_version(version)
         before = self._state.weights_cause
         cause = "reload_weights has failed on some rank"

@@ -108,6 +108,16 @@ class LockstepScheduler:
         for scheduler in self._schedulers:
             scheduler.use_weights(version)
 
+    def share_recomputed(self) -> None:
+        """See Scheduler.share_recomputed."""
+        for scheduler in self._schedulers:
+            scheduler.share_recomputed()
+
+    def await_recompute(self, req_ids: Collection[str]) -> None:
+        """See Scheduler.await_recompute."""
+        for scheduler in self._schedulers:
+            scheduler.await_recompute(req_ids)
+
     def has_unfinished_requests(self) -> bool:
         """See Scheduler.has_unfinished_requests."""
         return any(scheduler.has_unfinished_requests() for scheduler in self._schedulers)

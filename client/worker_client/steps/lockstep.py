@@ -67,18 +67,23 @@ class LockstepSlots:
         return any(req_id in table for table in self._tables)
 
     @property
+    def tables(self) -> Sequence[SlotTable]:
+        """The table of each replica."""
+        return self._tables
+
+    @property
     def req_ids(self) -> list[str]:
         """Ids of the requests that have a slot."""
         return [req_id for table in self._tables for req_id in table.req_ids]
 
     @property
     def stale(self) -> Collection[str]:
-        """Requests that wait to be recomputed: replicas in lockstep recompute none."""
-        return ()
+        """See SlotTable."""
+        return frozenset(chain(*[table.stale for table in self._tables]))
 
     def drop_stale(self) -> frozenset[str]:
-        """Return no ids; see SlotTable."""
-        return frozenset()
+        """See SlotTable.drop_stale."""
+        return frozenset(chain(*[table.drop_stale() for table in self._tables]))
 
     def encode(self, output: SchedulerOutput, *, epoch: int, link: int, seq: int) -> LockstepStep:
         """Encode a LockstepOutput. Raises as SlotTable.encode does; no table has changed then."""

@@ -77,6 +77,11 @@ class SlotTable:
         return req_id in self._assignment.slot_of
 
     @property
+    def tables(self) -> "Sequence[SlotTable]":
+        """The table of each replica: of one, this one."""
+        return (self,)
+
+    @property
     def req_ids(self) -> list[str]:
         """Ids of the requests that have a slot."""
         return list(self._assignment.slot_of)

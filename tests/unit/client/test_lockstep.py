@@ -425,11 +425,3 @@ def test_wrong_step_after_a_failure_reports_the_failure(loaded):
         if daemons[0].num_executes == 2:
             break
     group.execute_model(LockstepOutput.of([admission("a"), admission("b")])).result()
-
-
-def test_replicas_in_lockstep_recompute_no_requests(loaded):
-    """Refused before anything is sent."""
-    group, _, _ = loaded(2)
-    for refused in (group.weights.reload, group.weights.start_update):
-        with pytest.raises(ClientConfigError, match="lockstep cannot recompute"):
-            refused(running="recompute")

@@ -14,9 +14,11 @@ from worker_daemon.runner.request_state import RequestState
 from worker_daemon.sample.sampler import TorchSampling
 
 
-def request_state(limits):
-    """Empty rows, and the parts that validate requests against them."""
-    return RequestState(limits, make_parts(limits, torch.device("cpu"), TorchSampling()))
+def request_state(limits, replicas=None):
+    """Empty rows, and the parts that validate requests against them. replicas: those in lockstep,
+    as a rank knows them."""
+    parts = make_parts(limits, torch.device("cpu"), TorchSampling())
+    return RequestState(limits, parts, replicas)
 
 
 @dataclass

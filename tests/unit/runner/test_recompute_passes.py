@@ -11,7 +11,13 @@ from row_steps import request_state
 from rpc_schema.errors import InvalidStepError
 from rpc_schema.step import ExecuteModel, NewRequestData
 from rpc_schema.weight_transfer import RecomputeRequests
-from worker_daemon.runner.recompute import RecomputedRows, plan_passes, read_rows
+from worker_daemon.runner.recompute import (
+    RecomputedRows,
+    plan_passes,
+    read_replicas,
+    read_rows,
+)
+from worker_daemon.runner.replica_counts import ReplicaCounts
 from worker_daemon.runner.scheduled_step import StepLimits
 
 LIMITS = StepLimits(4, 16, 64, 100, 4, 32)
@@ -97,6 +103,33 @@ GOOD = RecomputeRequests(
     token_ids=int32s(30),
     max_num_tokens=16,
 )
+
+
+def test_each_replica_knows_the_passes_of_all():
+    """From the counts of rows alone; one without a pass left has no tokens in it."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    for _ in range(50):
+        most, num_replicas = int(rng.integers(1, 8)), int(rng.integers(2, 5))
+        rows = [
+            rng.integers(1, 9, rng.integers(0, 5)).astype(np.int32) for _ in range(num_replicas)
+        ]
+        state = request_state(StepLimits(5, 16, 64, 100, 4, 32), ReplicaCounts(0, num_replicas))
+        message = RecomputeRequests(
+            **IDS,
+            seq=3,
+            rows=b"",
+            max_num_tokens=most,
+            tokens_by_replica=tuple(own.tobytes() for own in rows),
+        )
+        found = read_replicas(message, state)
+        for own, counts in zip(rows, zip(*found, strict=True), strict=False):
+            slots, zeros = np.arange(own.size, dtype=np.int32), np.zeros_like(own)
+            passes = plan_passes(3, RecomputedRows(slots, zeros, own, {}), most)
+            expected = [each.total_num_tokens for each in passes]
+            assert [*counts] == expected + [0] * (len(found) - len(expected))
+        assert all(map(any, found))
 
 
 def test_rows_have_their_prompt_and_what_follows_it(state):
