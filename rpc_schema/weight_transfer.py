@@ -248,8 +248,8 @@ class RecomputeRequests(StepRequest["RecomputeRequestsReply"], frozen=True, tag=
     """The last row goes on in a later message: until then, its KV is of no use to another
     driver."""
     tokens_by_replica: Annotated[tuple[RawInt32, ...], Meta(max_length=MAX_REPLICAS)] = ()
-    """Of replicas in lockstep, each of which computes rows of its own at the same time: how many
-    tokens of each row every replica computes, in the order of its rows, so that all ranks know
+    """Numbers of tokens, for replicas in lockstep, each of which computes rows of its own at the
+    same time: those of each row of every replica, in the order of its rows, so that all ranks know
     everyone's passes. A replica that has no pass left takes part in those of the others without
     tokens if they share experts. Empty: there is one replica."""
 

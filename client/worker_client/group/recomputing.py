@@ -58,7 +58,7 @@ class Recomputation:
         self._next_budget: int | None = None
         """Most tokens that are then recomputed between two steps; None: all before the first."""
         self._plans: Sequence[RowsPlan] = ()
-        """Of each replica; none unless requests wait."""
+        """Those of each replica; none unless requests wait."""
         self._budget = ALL_TOKENS
         self.report: Recomputed | None = None
         """The work of the last recomputation, so far; None: there was none, or no row was left
