@@ -146,6 +146,12 @@ def pooling_config(**changes: Any) -> Any:
     return vllm_config(**{**fields, **others})
 
 
+def eplb_config(**changes: Any) -> Any:
+    """Return vLLM's options for balanced experts, with some fields changed."""
+    defaults = {"num_redundant_experts": 0, "step_interval": 3000, "window_size": 1000}
+    return section_of(defaults, changes)
+
+
 def vllm_config(**changes: Any) -> Any:
     """Return a configuration that is served, with some fields of its sections changed:
     section__field=value."""
@@ -182,6 +188,8 @@ def vllm_config(**changes: Any) -> Any:
             "prefill_context_parallel_size": 1,
             "nnodes": 1,
             "enable_expert_parallel": False,
+            "enable_eplb": False,
+            "eplb_config": eplb_config(),
         },
         "scheduler_config": {
             "max_num_seqs": 8,

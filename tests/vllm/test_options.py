@@ -255,6 +255,8 @@ REFUSED = {
     "hf_overrides.bos_token_id": {"hf_overrides": {"bos_token_id": 5}},
     "hf_overrides.rope_parameters": {"hf_overrides": {"rope_scaling": {"rope_type": "linear"}}},
     "numa_bind": {"numa_bind": True},
+    "eplb_config.step_interval": {"eplb_config": {"step_interval": 100}},
+    "eplb_config.window_size": {"eplb_config": {"window_size": 100}},
     "expert_placement_strategy": {
         "expert_placement_strategy": "round_robin",
         "enable_expert_parallel": True,
@@ -319,6 +321,15 @@ def test_options_that_are_not_served_are_refused_by_name(configured, checkpoint,
         configured(architecture, **options)
     assert caught.value.field == field
     assert caught.value.fix
+
+
+def test_vllm_itself_refuses_to_balance_experts(configured):
+    """Its platforms that can are those whose devices it has."""
+    shared = {"enable_expert_parallel": True, "tensor_parallel_size": 2}
+    with pytest.raises(ValueError, match="load balancing is only supported on"):
+        configured("Qwen3MoeForCausalLM", enable_eplb=True, **shared)
+    with pytest.raises(ValueError, match="EPLB is not enabled"):
+        configured("Qwen3MoeForCausalLM", eplb_config={"num_redundant_experts": 2}, **shared)
 
 
 @pytest.fixture

@@ -276,6 +276,7 @@ OPTIONAL: Final = (
 """Sections that are absent by default, and may be there."""
 
 _CLOSED: Final = Section()
+_EPLB: Final = "leave it out, or use worker-client serve, whose daemons balance experts"
 _NUMA: Final = "leave it out: bind the daemons' processes"
 _TIMEOUT: Final = "set step_deadline_ms in additional_config.worker_daemon"
 _FIXES: Final[Mapping[str, str]] = MappingProxyType(
@@ -285,6 +286,9 @@ _FIXES: Final[Mapping[str, str]] = MappingProxyType(
         "data_parallel_size": "start one server for each group of daemons",
         "distributed_executor_backend": "leave it out: the daemons are the workers",
         "distributed_timeout_seconds": _TIMEOUT,
+        "enable_eplb": _EPLB,
+        "eplb_config.num_redundant_experts": _EPLB,
+        "eplb_config.step_interval": _EPLB,
         "enable_cumem_allocator": "use --enable-sleep-mode",
         "hf_config_path": "put its config.json into the model's directory",
         "logits_processors": "name them in additional_config.worker_daemon.logits_processors: the "

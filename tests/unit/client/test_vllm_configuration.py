@@ -16,7 +16,7 @@ from rpc_schema.config import (
     WorkerConfig,
 )
 from rpc_schema.pooling import PooledTask, PoolingSupport
-from tests.support.vllm_shapes import pooling_config, section_of, vllm_config
+from tests.support.vllm_shapes import eplb_config, pooling_config, section_of, vllm_config
 from worker_client.errors import ClientConfigError
 from worker_client.group.loading import check_config as check_ours
 from worker_client.vllm.configuration import (
@@ -158,6 +158,15 @@ def test_experts_are_divided_where_vllm_divides_them():
         ({"engram_config": object()}, "engram_config"),
         ({"parallel_config__data_parallel_size": 2}, "data_parallel_size"),
         ({"parallel_config__nnodes": 2}, "nnodes"),
+        ({"parallel_config__enable_eplb": True}, "enable_eplb"),
+        (
+            {"parallel_config__eplb_config": eplb_config(num_redundant_experts=2)},
+            "eplb_config.num_redundant_experts",
+        ),
+        (
+            {"parallel_config__eplb_config": eplb_config(step_interval=100)},
+            "eplb_config.step_interval",
+        ),
         ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
         ({"model_config__quantization": "compressed-tensors"}, "quantization"),
