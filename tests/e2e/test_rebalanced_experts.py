@@ -21,6 +21,7 @@ from rpc_schema.config import LoraConfig
 from rpc_schema.errors import CommError, ConfigError, StateError, WorkerError
 from rpc_schema.expert_placement import ExpertPlacement, MoveExperts, SwitchExperts
 from tests.support.checkpoints import decisive_prompts, make_checkpoint
+from tests.support.command_line import status_of
 from tests.support.exhaustive import exhaustively
 from tests.support.expert_counts import NearTie, expected_loads
 from tests.support.forked_daemons import ForkedDaemons
@@ -30,6 +31,7 @@ from tests.support.service_app import service_app
 from tests.support.serving import MAX_DAEMONS, drafts_by, greedy_request, kill_and_wait
 from tests.support.serving import worker_config as config_of
 from tests.support.structured import EOS_TOKEN_ID, VOCAB_SIZE, make_tokenizer
+from tests.support.waiting import wait_until
 from worker_client.__main__ import app
 from worker_client.driver import Driver
 from worker_client.driver_parts.registry import DriverOptions
@@ -343,7 +345,18 @@ def test_killed_mover_is_replaced_and_gets_the_placement(open_group, daemons, ca
     assert tokens_of(driver.run()) == expected
 
 
-@pytest.mark.exhaustive  # fails by chance on a busy host
+def continue_once_failed(endpoint, pid):
+    """Let a stopped process go on once the daemon that waits for it has given up."""
+    try:
+        wait_until(lambda: status_of(endpoint).expert_moves.num_failed, "a move that fails")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def has_hung_in_move(group):
+    return any("MoveExperts" in str(event) for event in group.watch.events)
+
+
 def test_stalled_mover_leaves_the_placement_as_it_was(open_group, model_root, case):
     """A rank is stopped: the move fails at the step deadline, with an event and a count, and the
     old placement serves on, with the same tokens."""
@@ -359,7 +372,7 @@ def test_stalled_mover_leaves_the_placement_as_it_was(open_group, model_root, ca
         group.await_credit()
         begun = begin_rebalance(group, chance)
         pid = group.clients[1].get_status().pid
-        go_on = threading.Timer(3.5, os.kill, [pid, signal.SIGCONT])
+        go_on = threading.Thread(target=continue_once_failed, args=(own.endpoints[0], pid))
         os.kill(pid, signal.SIGSTOP)
         go_on.start()
         try:
@@ -368,8 +381,7 @@ def test_stalled_mover_leaves_the_placement_as_it_was(open_group, model_root, ca
         finally:
             go_on.join()
         assert begun.is_done
-        events = [event for event in group.watch.events if "MoveExperts" in str(event)]
-        assert events, list(group.watch.events)
+        wait_until(lambda: group.look() or has_hung_in_move(group), "the event of a stalled rank")
         outputs += driver.run()
         assert tokens_of(outputs) == expected
         assert placements(group) == before
