@@ -14,8 +14,10 @@ from tests.support.exhaustive import exhaustively
 from tests.support.flipping_daemon import FlippingDaemons
 from tests.support.forked_daemons import ForkedDaemons
 from tests.support.prefill_pairs import Prompts, opened, prefill_pair, run
+from tests.support.secured import ask
 from tests.support.serving import drafts_by, greedy_request, kill_and_wait, scheduler_limits
 from tests.support.tiered_waves import assert_right, num_loaded, tiers, tokens_of
+from tests.support.waiting import wait_until
 from tests.support.window_models import MODELS, WINDOW
 from worker_client.driver import Driver
 from worker_client.driver_parts.registry import DriverOptions
@@ -23,6 +25,7 @@ from worker_client.errors import ClientConfigError
 from worker_client.inputs.sampling_params import SamplingParams
 from worker_client.replicas.prefill_group import PrefillThread
 from worker_client.scheduler import Scheduler
+from worker_client.wire.keys import NO_KEYS
 
 SHAPES = [((1, 1), (1, 1)), ((1, 2), (1, 1)), ((2, 1), (1, 2)), ((1, 1), (1, 2)), ((1, 2), (2, 1))]
 
@@ -215,6 +218,23 @@ def assert_blocks_come(driver, seed):
         count += 1
         time.sleep(0.02)
     raise AssertionError(seed)
+
+
+def test_daemons_keep_no_rows_of_prompts_that_were_given_up(daemons, checkpoint):
+    sent, model = Prompts(random.randrange(1 << 30), count=10), checkpoint()
+    endpoints = daemons.endpoints(2)
+    with prefill_pair(endpoints, model, (1, 1), (1, 1)) as (driver, _):
+        assert_blocks_come(driver, sent.seed)
+        for number, request in enumerate(sent.requests):
+            driver.add_request(request)
+            for _ in range(number):
+                driver.step()
+            driver.abort_request(request.id)
+            wait_until(lambda: not num_held(endpoints[0]), f"{sent.seed}: {number} is given up")
+
+
+def num_held(endpoint):
+    return ask(endpoint, NO_KEYS, lambda client: client.get_status().num_kv_blocks_held)
 
 
 def test_a_prefill_group_that_stays_dead(pair, checkpoint):

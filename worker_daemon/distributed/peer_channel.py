@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeAlias, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public nevertheless
@@ -89,14 +90,16 @@ class PeerChannel:
                 work.wait()
 
     def receive(self, messages: Messages) -> None:
-        """Receive a message from each of several members, and wait until all are there.
+        """Receive a message from each of several members, and wait until all are there. A tensor's
+        storage should have room for any message of the channel: of one that is out of step and
+        larger than that, gloo ends the process.
 
         Raises:
             TransferError: a member is lost, or does not send within the timeout.
         """
         assert self._group is not None, "after open() only"
         with self._failing("receiving"):
-            works = [self._group.recv([tensor], rank, 0) for rank, tensor in messages]
+            works = [self._group.recv([_storage(tensor)], rank, 0) for rank, tensor in messages]
             for work in works:
                 work.wait()
 
@@ -125,3 +128,8 @@ class PeerChannel:
             )
 
         return Translation((RuntimeError, ValueError, CommError), translate)
+
+
+def _storage(tensor: Tensor) -> Tensor:
+    """Return all of a tensor's storage, uint8 [n], which begins with it."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())

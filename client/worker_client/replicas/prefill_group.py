@@ -216,21 +216,23 @@ class _Serving:
         self._moving: dict[int, int] = {}
         """Prompts, by move of the present link."""
         self._link: TransferLink | None = None
-        self._must_store = False
-        """Blocks are to be stored by a step that was not sent."""
+        self._must_step = False
+        """A step is to be sent, even with nothing to compute: it stores blocks, and tells daemons
+        which prompts have ended."""
 
     @property
     def wait_s(self) -> float:
         """Time for which there is nothing to do but to wait for commands."""
-        if self._driver.busy or self._must_store:
+        if self._driver.busy or self._must_step:
             return 0.0
         return POLL_S if self._moving else LOOK_S
 
     def proceed(self) -> None:
         """Run a step, if there is one, and see to the moves in progress."""
         driver = self._driver
-        if driver.busy or self._must_store:
-            self._must_store = False
+        if driver.busy or self._must_step:
+            if not driver.busy:  # with steps in flight it may not be sent yet
+                self._must_step = False
             for output in driver.step():
                 self._take(output)
         elif not self._moving:
@@ -282,6 +284,7 @@ class _Serving:
         for name in [name for name, each in self._computing.items() if each[0] == number]:
             del self._computing[name]
             self._driver.abort_request(name)
+            self._must_step = True
         staged = self._staged.pop(number, None)
         if staged is not None and self._exchange is not None:
             self._exchange.release([each.name for each in staged])
@@ -313,7 +316,7 @@ class _Serving:
             return
         staged = [] if output.error else self._exchange.stage(names)
         self._staged[number] = staged
-        self._must_store = True
+        self._must_step = True
         self._tell(Computed(number, self._exchange.tag, [each.name for each in staged]))
 
     def _look(self, link: TransferLink) -> None:

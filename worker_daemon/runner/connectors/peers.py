@@ -15,7 +15,7 @@ from msgspec import structs
 from torch import Tensor
 
 from rpc_schema import kv_transfer as kt
-from rpc_schema.errors import FencedError, WorkerError
+from rpc_schema.errors import FencedError, TransferError, WorkerError
 from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.distributed.peer_channel import PeerChannel, PeerMeeting
 from worker_daemon.errors import config_error
@@ -35,7 +35,8 @@ MESSAGE_BYTES: Final = 4 << 20
 """Size of a message, or what one block takes in it."""
 _IS_HELD: Final = b"held"
 _IS_LACKING: Final = b"lack"
-_HEADER_BYTES: Final = len(_IS_HELD) + 32
+_NUMBER_BYTES: Final = 8
+_HEADER_BYTES: Final = len(_IS_HELD) + _NUMBER_BYTES + 32
 _STORE_WAIT_S: Final = 5.0
 """Longest wait for a step to store what is to be sent: moves behind it wait too."""
 _STORE_POLL_S: Final = 0.001
@@ -206,6 +207,12 @@ class _PeerLink:
         self._members = sorted({member for each in self._routes.values() for member in each})
         self._contents_at_once = max(1, MESSAGE_BYTES // _most_bytes(routes, message))
         """Contents of a message, the same on all ranks."""
+        self.largest_message = _HEADER_BYTES
+        """Bytes of the largest message that this rank receives."""
+        if not self._sends:
+            received = [own for each in self._routes.values() for own in each.values()]
+            words = self._contents_at_once * max(map(self._words, received), default=0)
+            self.largest_message = max(_HEADER_BYTES, WORD_BYTES * words)
         self._moves: queue.SimpleQueue[BlocksToMove | None] = queue.SimpleQueue()
         """None: leave."""
         self._is_closed = False
@@ -280,24 +287,27 @@ class _PeerLink:
 
     def _receive(self, move: BlocksToMove) -> str:
         """Receive a move's blocks into their slots, and note them. Return what failed."""
-        headers = [
-            (member, torch.empty(_HEADER_BYTES, dtype=torch.uint8)) for member in self._members
-        ]
+        headers = [(member, self._buffer(_HEADER_BYTES)) for member in self._members]
         self._channel.receive(headers)
         expected, fault = _IS_HELD + self._name(move), ""
         holding = set()
         for member, header in headers:
             found = header.numpy().tobytes()
+            _check_header(found, move, member)
             if found.startswith(_IS_HELD):
                 holding.add(member)
             if found != expected:
                 fault = f"member {member} does not hold the same blocks"
         for contents in self._in_messages(move):
-            routes = self._routes.get(contents.window, {})
-            arrived = [
-                (member, torch.empty((len(contents.names), self._words(own)), dtype=torch.int32))
+            routes, count = self._routes.get(contents.window, {}), len(contents.names)
+            sizes = [
+                (member, count * self._words(own))
                 for member, own in routes.items()
                 if member in holding
+            ]
+            arrived = [
+                (member, self._buffer(WORD_BYTES * words).view(torch.int32).view(count, -1))
+                for member, words in sizes
             ]
             self._channel.receive(arrived)
             if self._is_closed or fault:
@@ -327,14 +337,18 @@ class _PeerLink:
         return bool(self._slots.contents.hold(tag, move.slots, move.hashes).all())
 
     def _name(self, move: BlocksToMove) -> bytes:
-        """Return what both sides of a move must agree on, in 32 bytes."""
-        number = move.number.to_bytes(8, "little")
+        """Return what both sides of a move must agree on: its number, and 32 bytes."""
+        number = _number(move)
         contents = [
             field
             for each in move.contents
             for field in (each.window.to_bytes(8, "little"), each.names.tobytes())
         ]
-        return digest(number, *contents, self._weights.model.identity.content)
+        return number + digest(number, *contents, self._weights.model.identity.content)
+
+    def _buffer(self, num_bytes: int) -> Tensor:
+        """Return uint8 [num_bytes] for a message; its storage has room for any other."""
+        return torch.empty(self.largest_message, dtype=torch.uint8)[:num_bytes]
 
     def _in_messages(self, move: BlocksToMove) -> Iterator[MovedContents]:
         """Divide a move into the contents of each message."""
@@ -353,6 +367,19 @@ class _PeerLink:
         sizes = [self._pages.num_words(route.received) for route in routes]
         for route, own in zip(routes, torch.split(words, sizes, dim=1), strict=True):
             self._pages.unpack(route.received, route.layers, contents, own)
+
+
+def _number(move: BlocksToMove) -> bytes:
+    return move.number.to_bytes(_NUMBER_BYTES, "little")
+
+
+def _check_header(found: bytes, move: BlocksToMove, member: int) -> None:
+    """Raises TransferError: it is no header of this move. Then neither are later messages in their
+    places."""
+    kind, number = found[: len(_IS_HELD)], found[len(_IS_HELD) :][:_NUMBER_BYTES]
+    if kind not in (_IS_HELD, _IS_LACKING) or number != _number(move):
+        problem = f"messages of member {member} are out of step at move {move.number}"
+        raise TransferError(problem, fix="open another transfer link")
 
 
 def _bytes(raw: bytes) -> Tensor:

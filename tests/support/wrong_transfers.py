@@ -1,0 +1,170 @@
+"""`python -m tests.support.wrong_transfers WRONGS_FILE serve ...`: the real daemon, whose messages
+to the ranks of another group go wrong as a file says, or which is killed among them."""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.forked_daemons import ForkedDaemons
+from worker_daemon.__main__ import main as run_command_line
+from worker_daemon.server import assembly
+
+MOST_DELAY_S = 0.03
+
+
+@dataclass(frozen=True)
+class Wrongs:
+    """What goes wrong with one of so many messages, at random."""
+
+    seed: int = 0
+    kinds: Sequence[str] = ()
+    """Of flip, drop, double, delay and truncate, for a message that is sent; kill, also for one
+    that is received."""
+    one_of: int = 1
+    most: int = 1
+    """Number of messages that go wrong at most."""
+
+
+NOTHING = Wrongs()
+
+
+class WrongsFile:
+    """The mailbox between a fuzzer and one daemon."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._log = path.with_suffix(".log")
+
+    def put(self, wrongs: Wrongs) -> None:
+        """Have this go wrong from now on."""
+        draft = self._path.with_suffix(".draft")
+        draft.write_text(json.dumps(asdict(wrongs)))
+        draft.rename(self._path)
+
+    def get(self) -> Wrongs:
+        """What was put last."""
+        return Wrongs(**json.loads(self._path.read_text())) if self._path.exists() else NOTHING
+
+    def note(self, kind: str) -> None:
+        """Record that something has gone wrong."""
+        with self._log.open("a") as log:
+            log.write(f"{kind}\n")
+
+    def take_noted(self) -> list[str]:
+        """What has gone wrong since the last call."""
+        if not self._log.exists():
+            return []
+        noted = self._log.read_text().split()
+        self._log.unlink()
+        return noted
+
+
+class WrongDaemons(ForkedDaemons):
+    """Local daemons with a file each, and a directory each for their host tiers."""
+
+    def __init__(self, num_daemons: int, model_root: Path, directory: Path, kept: Path) -> None:
+        """directory: of the files. kept: on a tmpfs."""
+        self.directories = [kept / str(rank) for rank in range(num_daemons)]
+        self.wrongs = [WrongsFile(directory / f"{rank}.wrongs") for rank in range(num_daemons)]
+
+        def command(endpoint: str, device: str, pipe: int) -> Sequence[str]:
+            rank = int(endpoint.rpartition("/w")[2])
+            entry = (sys.executable, "-m", "tests.support.wrong_transfers")
+            options = ("serve", "--endpoint", endpoint, "--device", device)
+            roots = ("--model-root", str(model_root), "--exit-with-parent-fd", str(pipe))
+            place = ("--kv-host-dir", str(self.directories[rank]))
+            return (*entry, str(directory / f"{rank}.wrongs"), *options, *roots, *place)
+
+        super().__init__(["cpu"] * num_daemons, model_root, command=command)
+
+
+class Going:
+    """Decides what goes wrong with each message, in the order of a channel."""
+
+    def __init__(self, mailbox: WrongsFile) -> None:
+        self._mailbox = mailbox
+        self._wrongs = NOTHING
+        self._rng = random.Random()
+        self._left = 0
+
+    def kind(self, possible: Sequence[str]) -> str:
+        """What goes wrong with the next message; empty: nothing."""
+        wrongs = self._mailbox.get()
+        if wrongs != self._wrongs:
+            self._wrongs, self._left = wrongs, wrongs.most
+            self._rng.seed(wrongs.seed)
+        kinds = [kind for kind in wrongs.kinds if kind in possible]
+        if not kinds or not self._left or self._rng.randrange(wrongs.one_of):
+            return ""
+        self._left -= 1
+        kind = self._rng.choice(kinds)
+        self._mailbox.note(kind)
+        if kind == "kill":
+            self._mailbox.put(NOTHING)  # its successor lives
+            os.kill(os.getpid(), signal.SIGKILL)
+        return kind
+
+    def changed(self, kind, tensor):
+        """The tensors that are sent in the place of one."""
+        rng = self._rng
+        if kind == "delay":
+            time.sleep(rng.uniform(0.0, MOST_DELAY_S))
+        if kind == "drop":
+            return []
+        if kind == "double":
+            return [tensor, tensor]
+        if kind == "flip":
+            tensor = tensor.clone()
+            raw = tensor.numpy().reshape(-1).view(np.uint8)
+            for _ in range(rng.choice([1, 1, 1, 2, 64])):
+                raw[rng.randrange(raw.size)] ^= 1 << rng.randrange(8)
+        if kind == "truncate":
+            import torch  # the daemon has loaded it
+
+            raw = tensor.contiguous().view(torch.uint8).flatten()
+            tensor = raw[: rng.randrange(1, raw.numel())].clone()
+        return [tensor]
+
+
+def main(patch: pytest.MonkeyPatch) -> None:
+    """Run the daemon's own command line, with messages that go wrong."""
+    going = Going(WrongsFile(Path(sys.argv.pop(1))))
+    make_worker = assembly.make_worker
+
+    def make_wrong(*args: object, **options: object) -> object:
+        worker = make_worker(*args, **options)
+        from worker_daemon.distributed.peer_channel import PeerChannel  # it loads torch
+
+        send, receive = PeerChannel.send, PeerChannel.receive
+
+        def send_wrongly(self, messages):
+            changed = []
+            for rank, tensor in messages:
+                kind = going.kind(("flip", "drop", "double", "delay", "truncate", "kill"))
+                changed += [(rank, each) for each in going.changed(kind, tensor)]
+            send(self, changed)
+
+        def receive_wrongly(self, messages):
+            going.kind(("kill",))
+            receive(self, messages)
+
+        patch.setattr(PeerChannel, "send", send_wrongly)
+        patch.setattr(PeerChannel, "receive", receive_wrongly)
+        return worker
+
+    patch.setattr(assembly, "make_worker", make_wrong)
+    run_command_line()
+
+
+if __name__ == "__main__":
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        main(monkeypatch)
