@@ -7,7 +7,7 @@ Shapes: S blocks to store, L blocks to load.
 
 from rpc_schema.base import Count, FramedExtension, Unsigned, Value
 from rpc_schema.cached_blocks import BlockTag, HashBytes
-from rpc_schema.moved_blocks import MovedHashes, MovedNumbers
+from rpc_schema.moved_blocks import NO_TRAFFIC, BlockTraffic, MovedHashes, MovedNumbers
 
 
 class HostTierMoves(FramedExtension, frozen=True, tag=2, kw_only=True):
@@ -62,3 +62,11 @@ class HostTierStatus(Value, frozen=True, kw_only=True):
     file_bytes: Unsigned = 0
     """Size of the file that is left to the next daemon, with checksums and index; 0: there is
     none."""
+    num_failed: Unsigned = 0
+    """Blocks of moves to another group, or from one, that have failed."""
+    stored: BlockTraffic = NO_TRAFFIC
+    """Its time is that of the copies, as for `loaded`."""
+    loaded: BlockTraffic = NO_TRAFFIC
+    sent: BlockTraffic = NO_TRAFFIC
+    """Its time is that of the moves, without the wait for blocks that a step has still to store."""
+    received: BlockTraffic = NO_TRAFFIC

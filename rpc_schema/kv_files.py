@@ -6,7 +6,7 @@ Shapes: S blocks to store, L blocks to load.
 
 from rpc_schema.base import ControlReply, ControlRequest, Count, FramedExtension, Unsigned, Value
 from rpc_schema.cached_blocks import BlockHashes, BlockTag, HashBytes
-from rpc_schema.moved_blocks import MovedHashes, MovedNumbers
+from rpc_schema.moved_blocks import NO_TRAFFIC, BlockTraffic, MovedHashes, MovedNumbers
 
 
 class FileMoves(FramedExtension, frozen=True, tag=3, kw_only=True):
@@ -71,3 +71,7 @@ class KVFilesStatus(Value, frozen=True, kw_only=True):
     num_invalid: Unsigned
     """Loads that were not fetched, or did not match their checksum; the files of these are removed
     too."""
+    written: BlockTraffic = NO_TRAFFIC
+    """Its time is that of a thread which writes files."""
+    read: BlockTraffic = NO_TRAFFIC
+    """Its time is that of all threads which read files, together."""

@@ -50,6 +50,10 @@ def test_loaded_prefixes_give_the_same_tokens(serve, checkpoint, pp, tp):
     assert_right(outputs, model, waves)
     assert num_loaded(outputs) > 0, waves.seed
     assert all(tier.num_invalid == 0 < tier.num_loaded for tier in found), (waves.seed, found)
+    for tier in found:
+        block_bytes = tier.size_bytes // tier.num_slots
+        for number, traffic in ((tier.num_stored, tier.stored), (tier.num_loaded, tier.loaded)):
+            assert traffic.num_bytes == number * block_bytes and traffic.num_us > 0, found
 
 
 @pytest.fixture(scope="module")

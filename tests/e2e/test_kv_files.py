@@ -65,6 +65,7 @@ def test_new_daemons_and_drivers_load_what_killed_ones_have_left(filing, checkpo
         before = settled(group)
     assert_right(outputs, model, waves)
     assert all(each.num_stored > 0 == each.num_failed for each in before)
+    assert all(each.written.num_bytes > each.num_stored for each in before)
     filing.kill()
     with serving(filing, model, pp, tp) as (group, loaded):
         outputs = run_waves(new_driver(group, loaded), waves.requests)

@@ -39,10 +39,18 @@ def test_blocks_of_another_group_give_the_same_tokens(daemons, checkpoint, sourc
     with prefill_pair(endpoints, model, source, destination) as (driver, _):
         outputs = run(driver, sent.requests)
         found, num_exchanged = tiers(driver.group), driver.scheduler.exchange.num_slots
+        num_bytes = sum(tier.received.num_bytes for tier in found)
+        sources = endpoints[: source[0] * source[1]]
+        wait_until(lambda: num_bytes == sum(map(sent_bytes, sources)), f"{sent.seed}: {num_bytes}")
     assert_right(outputs, model, sent)
     assert num_loaded(outputs) > 0, sent.seed
     assert all(tier.num_received > 0 == tier.num_invalid for tier in found), (sent.seed, found)
     assert num_exchanged == 0
+    assert all(tier.received.num_us > 0 == tier.num_failed for tier in found), sent.seed
+
+
+def sent_bytes(endpoint):
+    return ask(endpoint, NO_KEYS, lambda client: client.get_status().host_tier.sent.num_bytes)
 
 
 WINDOWED = {**MODELS["mixed"], "sliding_window": WINDOW, "seed": 22}

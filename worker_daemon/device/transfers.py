@@ -3,14 +3,30 @@ between: blocks are gathered into one and leave from there, and arrive in the ot
 are scattered. Gathering and scattering are in the order of the steps; copies to the host and from
 there have a stream each."""
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 
+@dataclass(slots=True)
+class CopyTimes:
+    """Seconds of all copies so far: those of the last steps may lack. Holds no memory; any thread
+    may read it."""
+
+    out_s: float = 0.0
+    in_s: float = 0.0
+
+
 class TransferOrder:
     """For the CPU: whatever is called is done when the call returns."""
+
+    def __init__(self) -> None:
+        self.times = CopyTimes()
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
@@ -21,7 +37,9 @@ class TransferOrder:
     @contextmanager
     def leaving(self) -> Iterator[None]:
         """Copy from the outgoing buffer to the host in the block, after gathering."""
+        began = time.perf_counter()
         yield
+        self.times.out_s += time.perf_counter() - began
 
     def mark_departure(self) -> Callable[[], None]:
         """Return a function that waits, on any thread, until what left so far is on the host. Call
@@ -40,7 +58,9 @@ class TransferOrder:
     def arriving(self) -> Iterator[None]:
         """Copy from the host to the incoming buffer in the block, once what was in it is scattered.
         Does not wait for steps."""
+        began = time.perf_counter()
         yield
+        self.times.in_s += time.perf_counter() - began
 
     @contextmanager
     def scattering(self) -> Iterator[None]:
@@ -56,10 +76,15 @@ class TransferOrder:
         """Wait for all copies."""
 
 
+_Timed: TypeAlias = tuple[torch.cuda.Event, torch.cuda.Event]
+"""Before a copy and after it."""
+
+
 class CudaTransferOrder(TransferOrder):
     """For CUDA. Used on the step thread, whose current stream runs the steps."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
         self._outgoing = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._incoming = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -67,6 +92,8 @@ class CudaTransferOrder(TransferOrder):
         """The outgoing buffer is empty."""
         self._scattered = _event()
         """The incoming buffer is empty."""
+        self._timed_out: deque[_Timed] = deque()
+        self._timed_in: deque[_Timed] = deque()
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
@@ -77,10 +104,14 @@ class CudaTransferOrder(TransferOrder):
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
+        self.times.out_s += _take_times(self._timed_out)
+        began = _timing_event()
+        began.record(self._outgoing)
         with torch.cuda.stream(self._outgoing):
             yield
-        self._left = _event()
+        self._left = _timing_event()
         self._left.record(self._outgoing)
+        self._timed_out.append((began, self._left))
 
     def mark_departure(self) -> Callable[[], None]:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -96,9 +127,15 @@ class CudaTransferOrder(TransferOrder):
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
+        self.times.in_s += _take_times(self._timed_in)
         self._incoming.wait_event(self._scattered)
+        began = _timing_event()
+        began.record(self._incoming)
         with torch.cuda.stream(self._incoming):
             yield
+        ended = _timing_event()
+        ended.record(self._incoming)
+        self._timed_in.append((began, ended))
 
     @contextmanager
     def scattering(self) -> Iterator[None]:
@@ -125,6 +162,22 @@ def transfer_order(device: torch.device) -> TransferOrder:
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def _timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _take_times(timed: deque[_Timed]) -> float:
+    """Return the seconds of the copies that have ended since the last call."""
+    seconds = 0.0
+    while timed:
+        began, ended = timed[0]
+        if not ended.query():  # type: ignore[no-untyped-call]
+            break
+        timed.popleft()
+        seconds += began.elapsed_time(ended) / 1000
+    return seconds
 
 
 def _no_wait() -> None:

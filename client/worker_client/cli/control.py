@@ -17,7 +17,7 @@ from worker_client.cli.daemons import RunningDaemons
 from worker_client.cli.options import takes_groups
 from worker_client.cli.output_file import print_text
 from worker_client.cli.probe import Probe, run_probe
-from worker_client.cli.top_frame import held_blocks, host_tier_text, leased
+from worker_client.cli.top_frame import held_blocks, host_tier_text, leased, rate_text
 from worker_client.errors import config_error
 from worker_client.group.expert_loads import imbalance, loads_by_layer
 from worker_host.plain_text import printable
@@ -123,8 +123,9 @@ def _advice(advice: KVCacheAdvice) -> str:
 def _kv_files(files: KVFilesStatus) -> str:
     return (
         f"{files.num_files} files, {files.size_bytes // MIB} of {files.most_bytes // MIB} MiB; "
-        f"{files.num_stored} blocks stored, {files.num_dropped} dropped, {files.num_failed} "
-        f"failed; {files.num_loaded} loaded, {files.num_invalid} of these invalid; "
+        f"{files.num_stored} blocks stored{rate_text(files.written)}, {files.num_dropped} dropped, "
+        f"{files.num_failed} failed; {files.num_loaded} loaded{rate_text(files.read)}, "
+        f"{files.num_invalid} of these invalid; "
         f"{files.num_bad_files} bad files"
     )
 

@@ -9,6 +9,7 @@ from rpc_schema.host_tier import HostTierStatus
 from rpc_schema.kv_cache import NUM_NULL_BLOCKS
 from rpc_schema.lease import LeaseStatus
 from rpc_schema.lifecycle import GpuLoad, Status
+from rpc_schema.moved_blocks import BlockTraffic
 from worker_client.cli.terminal_lines import Line
 from worker_host.plain_text import printable
 
@@ -321,17 +322,25 @@ def host_tier_text(tier: HostTierStatus) -> str:
     """Return slots, and what has become of blocks; no words for what the tier does not do."""
     parts = [
         f"{tier.num_held} of {tier.num_slots} slots held, {tier.size_bytes // MIB} MiB",
-        f"{tier.num_stored} blocks stored, {tier.num_loaded} loaded, {tier.num_invalid} of these "
-        "invalid",
+        f"{tier.num_stored} blocks stored{rate_text(tier.stored)}, {tier.num_loaded} loaded"
+        f"{rate_text(tier.loaded)}, {tier.num_invalid} of these invalid",
     ]
-    if tier.num_sent or tier.num_received:
-        parts.append(f"{tier.num_sent} sent to another group, {tier.num_received} received")
+    if tier.num_sent or tier.num_received or tier.num_failed:
+        parts.append(
+            f"{tier.num_sent} sent to another group{rate_text(tier.sent)}, {tier.num_received} "
+            f"received{rate_text(tier.received)}, {tier.num_failed} failed"
+        )
     if tier.file_bytes:
         parts.append(
             f"in a file of {tier.file_bytes // MIB} MiB, {tier.num_restored} taken over from an "
             f"earlier daemon, {tier.num_rejected} given up"
         )
     return "; ".join(parts)
+
+
+def rate_text(traffic: BlockTraffic) -> str:
+    """Return how fast blocks have moved; empty if none has."""
+    return f" at {traffic.num_bytes / traffic.num_us / 1000:.1f} GB/s" if traffic.num_us else ""
 
 
 def _bytes(size: int) -> str:

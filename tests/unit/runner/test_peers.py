@@ -29,6 +29,7 @@ from worker_daemon.runner.connectors.checksums import (
     PartChecksums,
     numbers_of,
 )
+from worker_daemon.runner.connectors.moved_bytes import MovedBytes
 from worker_daemon.runner.connectors.peers import (
     OwnShard,
     PeerTransfers,
@@ -98,7 +99,8 @@ class Rank:
         self.shard = shard
         size = 4 * (self.parts.num_words + self.parts.checksum_words)
         self.rows = torch.zeros((NUM_SLOTS, size), dtype=torch.uint8)
-        counts = SimpleNamespace(num_sent=0, num_received=0)
+        counts = SimpleNamespace(num_sent=0, num_received=0, num_failed=0)
+        counts.sent, counts.received = MovedBytes(), MovedBytes()
         self.tier = SimpleNamespace(arrivals=deque(), counts=counts, have_left=lambda: True)
         self.contents = BlockContents(NUM_SLOTS)
         self.weights = SimpleNamespace(version=1, identity=SourceIdentity(bytes(32)))

@@ -24,6 +24,9 @@ from rpc_schema import lifecycle as lc
 from rpc_schema.config import ModelConfig, ParallelConfig, WorkerConfig
 from rpc_schema.errors import ConfigError
 from rpc_schema.expert_placement import ExpertMoves, RankPlacement
+from rpc_schema.host_tier import HostTierStatus
+from rpc_schema.kv_files import KVFilesStatus
+from rpc_schema.moved_blocks import BlockTraffic
 from tests.contract.random_messages import fixed_example
 from tests.support.waiting import wait_until
 from tests.unit.server.driver import DaemonProcess, Driver
@@ -257,6 +260,26 @@ def test_readings_say_what_the_status_says() -> None:
     assert seen["device_degraded"] == [((), True)] and seen["inflight_steps"] == [((), 3)]
     assert seen["watchdog_age_seconds"][0][1] > 0 and seen["overdue"] == [((), False)]
     assert seen["startup_seconds"] == [(("bound",), 1.5)]
+
+
+def test_readings_of_moved_blocks() -> None:
+    """A counter for each place that there is, and each way."""
+    status = fixed_example(lc.Status)
+    ways = [BlockTraffic(num_bytes=number, num_us=500_000 * number) for number in range(6)]
+    tier = structs.replace(
+        fixed_example(HostTierStatus), stored=ways[0], loaded=ways[1], num_failed=9
+    )
+    tier = structs.replace(tier, sent=ways[2], received=ways[3])
+    files = structs.replace(fixed_example(KVFilesStatus), written=ways[4], read=ways[5])
+    places = [(place, way) for place in ("host", "groups", "files") for way in ("out", "in")]
+    seen = readings(structs.replace(status, host_tier=tier, kv_files=files))
+    assert seen["kv_moved_bytes_total"] == list(zip(places, range(6), strict=True))
+    assert seen["kv_move_seconds_total"] == [
+        (place, number / 2) for number, place in enumerate(places)
+    ]
+    assert (("failed",), 9) in seen["kv_host_moved_blocks_total"]
+    seen = readings(structs.replace(status, host_tier=None, kv_files=files))
+    assert seen["kv_moved_bytes_total"] == [(("files", "out"), 4), (("files", "in"), 5)]
 
 
 def test_an_idle_daemon_waits_for_nothing() -> None:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from worker_daemon.runner.connectors.block_files import (
     FileName,
     ReadProgress,
 )
+from worker_daemon.runner.connectors.moved_bytes import MovedBytes
 
 MOST_QUEUED_BYTES: Final = 512 << 20
 """Bound on blocks in host memory that wait to be written; beyond it they are not kept."""
@@ -42,6 +43,8 @@ class TrafficCounts:
     """Not written: the file system refused."""
     num_bad_files: int = 0
     """Files that could not be read, or were not what they should be; they are removed."""
+    written: MovedBytes = field(default_factory=MovedBytes)
+    read: MovedBytes = field(default_factory=MovedBytes)
 
 
 class FileBatch(NamedTuple):
@@ -197,6 +200,7 @@ class FileTraffic:
                 self._queued_bytes -= batch.rows.nbytes
 
     def _write_one(self, name: FileName, block: memoryview, checksum: int) -> None:
+        began = time.perf_counter()
         try:
             self.files.write(name, block, checksum)
         except OSError as error:
@@ -206,10 +210,12 @@ class FileTraffic:
             self._is_refused = True
         else:
             self.counts.num_written += 1
+            self.counts.written.add(len(block), time.perf_counter() - began)
             self._is_refused = False
 
     def _read(self, name: FileName, num_bytes: int, page_locks: bool) -> None:
         block: FetchedBlock | None = None
+        began = time.perf_counter()
         try:
             row = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=page_locks)
             checksum = self.files.read(name, row.numpy().data)
@@ -223,6 +229,8 @@ class FileTraffic:
                 self.files.remove(name)
         finally:
             with self._changing:
+                if block is not None:
+                    self.counts.read.add(num_bytes, time.perf_counter() - began)
                 fetch = self._fetches.get(name)
                 if fetch is not None:
                     fetch.block = block

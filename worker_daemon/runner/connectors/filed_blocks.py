@@ -45,4 +45,6 @@ class FiledBlocks:
             num_loaded=self.num_loaded,
             num_bad_files=counts.num_bad_files,
             num_invalid=self.num_invalid,
+            written=counts.written.status(),
+            read=counts.read.status(),
         )

@@ -7,7 +7,7 @@ and the words of its checksums.
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -19,10 +19,12 @@ from rpc_schema.host_tier import HostTierMoves, HostTierStatus
 from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.device.host_rows import HostRows, PinProgress
 from worker_daemon.device.pinned import upload
+from worker_daemon.device.transfers import CopyTimes
 from worker_daemon.models.weight_state import WeightState
 from worker_daemon.runner.block_contents import BlockContents, Hashes, versioned_tag
 from worker_daemon.runner.connectors.checksums import BlockParts, PartChecksums, numbers_of
 from worker_daemon.runner.connectors.interface import Loaded
+from worker_daemon.runner.connectors.moved_bytes import MovedBytes
 from worker_daemon.runner.connectors.staging import BlockStaging
 from worker_daemon.runner.connectors.tier_index import TierIndex
 from worker_daemon.runner.kv_cache import BlockPages
@@ -60,6 +62,7 @@ class TierCounts:
     pinning: PinProgress
     size_bytes: int
     """Without checksums."""
+    copies: CopyTimes
     num_stored: int = 0
     num_loaded: int = 0
     num_invalid: int = 0
@@ -69,9 +72,14 @@ class TierCounts:
     num_restored: int = 0
     num_rejected: int = 0
     file_bytes: int = 0
+    num_failed: int = 0
+    """Written, as all below, on the threads that send to other groups and receive from them."""
+    sent: MovedBytes = field(default_factory=MovedBytes)
+    received: MovedBytes = field(default_factory=MovedBytes)
 
     def status(self) -> HostTierStatus:
         """Return the tier's state; counts of the last steps may lack."""
+        block_bytes = self.size_bytes // self.contents.num_blocks
         return HostTierStatus(
             num_slots=self.contents.num_blocks,
             num_held=self.contents.num_known,
@@ -85,6 +93,11 @@ class TierCounts:
             num_restored=self.num_restored,
             num_rejected=self.num_rejected,
             file_bytes=self.file_bytes,
+            num_failed=self.num_failed,
+            stored=MovedBytes(self.num_stored * block_bytes, self.copies.out_s).status(),
+            loaded=MovedBytes(self.num_loaded * block_bytes, self.copies.in_s).status(),
+            sent=self.sent.status(),
+            received=self.received.status(),
         )
 
 
@@ -135,7 +148,9 @@ class HostTier:
         self._unread: deque[Loaded] = deque()
         """Loads whose outcomes are not counted yet."""
         size_bytes = len(self._host) * pages.block_bytes
-        self.counts = TierCounts(state.host_contents, memory.pinning, size_bytes)
+        self.counts = TierCounts(
+            state.host_contents, memory.pinning, size_bytes, self._staging.times
+        )
         self._kept = kept
         if kept is not None:
             kept.entries.restore(state.host_contents)

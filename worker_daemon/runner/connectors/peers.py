@@ -261,36 +261,45 @@ class _PeerLink:
 
     def _carry_out(self, move: BlocksToMove) -> None:
         """Raises TransferError: the link is broken."""
-        fault = self._send(move) if self._sends else self._receive(move)
+        try:
+            fault = self._send(move) if self._sends else self._receive(move)
+        except TransferError:
+            self._slots.counts.num_failed += move.slots.size
+            raise
         if fault:
+            self._slots.counts.num_failed += move.slots.size
             self._fault = fault
             self._failed.append(move.number)
 
     def _send(self, move: BlocksToMove) -> str:
         """Send a move's blocks, if all are there; else tell the members. Return what failed."""
-        is_held = self._await_stores(move)
+        is_held, began = self._await_stores(move), time.perf_counter()
         header = (_IS_HELD if is_held else _IS_LACKING) + self._name(move)
         self._channel.send([(member, _bytes(header)) for member in self._members])
         if not is_held:
             return "blocks to send are not in their slots"
+        num_bytes = 0
         for contents in self._in_messages(move):
-            self._channel.send(
-                [
-                    (member, self._packed(routes, contents))
-                    for member, routes in self._routes.get(contents.window, {}).items()
-                ]
-            )
+            packed = [
+                (member, self._packed(routes, contents))
+                for member, routes in self._routes.get(contents.window, {}).items()
+            ]
+            self._channel.send(packed)
+            num_bytes += sum(words.nbytes for _, words in packed)
         # A slot that was given away meanwhile has sent other bytes: those do not match their hash
         # where they are loaded. So this need not be asked again.
-        self._slots.counts.num_sent += move.slots.size
+        counts = self._slots.counts
+        counts.num_sent += move.slots.size
+        counts.sent.add(num_bytes, time.perf_counter() - began)
         return ""
 
     def _receive(self, move: BlocksToMove) -> str:
         """Receive a move's blocks into their slots, and note them. Return what failed."""
         headers = [(member, self._buffer(_HEADER_BYTES)) for member in self._members]
         self._channel.receive(headers)
+        began = time.perf_counter()
         expected, fault = _IS_HELD + self._name(move), ""
-        holding = set()
+        holding, num_bytes = set[int](), 0
         for member, header in headers:
             found = header.numpy().tobytes()
             _check_header(found, move, member)
@@ -315,12 +324,15 @@ class _PeerLink:
             self._pages.clear_unused(contents)
             for member, words in arrived:
                 self._unpack(routes[member], contents, words)
+                num_bytes += words.nbytes
         if self._is_closed:
             return "the transfer link was closed"
         if not fault:
             version = self._weights.model.version
             self._slots.arrivals.append(ReceivedBlocks(move.tag, version, move.slots, move.hashes))
-            self._slots.counts.num_received += move.slots.size
+            counts = self._slots.counts
+            counts.num_received += move.slots.size
+            counts.received.add(num_bytes, time.perf_counter() - began)
         return fault
 
     def _await_stores(self, move: BlocksToMove) -> bool:

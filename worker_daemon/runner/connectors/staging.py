@@ -13,7 +13,7 @@ from torch import Tensor
 
 from worker_daemon.contracts.arrays import Bools, Int32s
 from worker_daemon.device.pinned import download, upload
-from worker_daemon.device.transfers import transfer_order
+from worker_daemon.device.transfers import CopyTimes, transfer_order
 from worker_daemon.runner.connectors.checksums import WORD_BYTES
 from worker_daemon.runner.connectors.interface import Loaded
 from worker_daemon.runner.kv_cache import BlockPages
@@ -91,6 +91,11 @@ class BlockStaging:
                 self._pages.gather(upload(block_ids[part], rows.device), blocks)
             with self._order.leaving():
                 leave(part, rows, self._sums_out.of(blocks))
+
+    @property
+    def times(self) -> CopyTimes:
+        """Times of the copies between the buffers and the host."""
+        return self._order.times
 
     @property
     def have_left(self) -> Callable[[], bool]:

@@ -14,6 +14,7 @@ from rpc_schema.health import LoadState, ServingState
 from rpc_schema.host_tier import HostTierStatus
 from rpc_schema.kv_files import KVFilesStatus
 from rpc_schema.lease import LeaseState
+from rpc_schema.moved_blocks import BlockTraffic
 from rpc_schema.version import PROTOCOL_VERSION, SOFTWARE_VERSION
 from worker_daemon.server.metrics import table
 from worker_daemon.server.metrics.counted_times import CountedTimes
@@ -108,6 +109,7 @@ class DaemonReadings:
             table.KV_USAGE: _one(min(1.0, held / num_blocks) if num_blocks else 0.0),
             **_host_tier(status.host_tier),
             **_kv_files(status.kv_files),
+            **_kv_traffic(status.host_tier, status.kv_files),
             table.MEMORY: _by(status.memory_bytes),
             table.UPLOADS: _one(status.upload_bytes),
             table.GRAPHS: _one(int(status.providers.get("graphs", "0"))),
@@ -141,6 +143,9 @@ def _host_tier(tier: HostTierStatus | None) -> dict[ExportedMetric, list[Reading
         ("invalid", tier.num_invalid),
         ("restored", tier.num_restored),
         ("rejected", tier.num_rejected),
+        ("sent", tier.num_sent),
+        ("received", tier.num_received),
+        ("failed", tier.num_failed),
     )
     return {
         table.HOST_BLOCKS: [(("total",), tier.num_slots), (("held",), tier.num_held)],
@@ -162,6 +167,21 @@ def _kv_files(files: KVFilesStatus | None) -> dict[ExportedMetric, list[Reading]
     return {
         table.FILE_BYTES: [(("held",), files.size_bytes), (("bound",), files.most_bytes)],
         table.FILE_MOVES: [((kind,), count) for kind, count in moves],
+    }
+
+
+def _kv_traffic(
+    tier: HostTierStatus | None, files: KVFilesStatus | None
+) -> dict[ExportedMetric, list[Reading]]:
+    moved: list[tuple[str, str, BlockTraffic]] = []
+    if tier is not None:
+        moved += [("host", "out", tier.stored), ("host", "in", tier.loaded)]
+        moved += [("groups", "out", tier.sent), ("groups", "in", tier.received)]
+    if files is not None:
+        moved += [("files", "out", files.written), ("files", "in", files.read)]
+    return {
+        table.KV_MOVED_BYTES: [((place, way), each.num_bytes) for place, way, each in moved],
+        table.KV_MOVE_TIME: [((place, way), each.num_us / 1e6) for place, way, each in moved],
     }
 
 

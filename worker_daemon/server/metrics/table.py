@@ -100,8 +100,9 @@ HOST_MOVES: Final = _counter(
     "kv_host_moved_blocks",
     "KV blocks stored in host memory, loaded from there, and loads that were invalid: blocks whose "
     "contents did not match, or that this rank did not have. Those are computed again. Restored "
-    "blocks were taken over from an earlier daemon, rejected ones were not. Since the KV cache was "
-    "made.",
+    "blocks were taken over from an earlier daemon, rejected ones were not. Sent ones went to "
+    "another group, received ones came from one, failed ones are of moves that did not end well. "
+    "Since the KV cache was made.",
     "kind",
 )
 FILE_BYTES: Final = _gauge(
@@ -117,6 +118,20 @@ FILE_MOVES: Final = _counter(
     "ones are computed again. Since the daemon's start, invalid and loaded ones since the KV cache "
     "was made.",
     "kind",
+)
+KV_MOVED_BYTES: Final = _counter(
+    "kv_moved_bytes",
+    "Bytes of KV blocks that this rank has moved out of the KV cache and into it: place host, the "
+    "copies to its host memory and from there; files, to its files and from there; groups, from "
+    "its host memory to another group's, and back. Since the KV cache was made, for files since "
+    "the daemon's start.",
+    *("place", "direction"),
+)
+KV_MOVE_TIME: Final = _counter(
+    "kv_move_seconds",
+    "Time that these moves took: of the copies on the device; of the threads that read and write "
+    "files; from a move's first message to its last.",
+    *("place", "direction"),
 )
 MEMORY: Final = _gauge(
     "memory_bytes",
@@ -173,7 +188,8 @@ DAEMON_METRICS: Final = (
     *(BUILD_INFO, STATE, RANK, LEASE_EPOCH, LEASE_REMAINING, STARTUP, OPERATION, LOAD_PROGRESS),
     *(STEP, STEP_PHASE, STEPS, STEP_REPLAYS, STEP_REJECTED, ERRORS, INFLIGHT_STEPS, INPUT_WAIT),
     *(TOKENS, DRAFTED_ROWS, DRAFT_TOKENS, ACCEPTED_TOKENS, REQUESTS, KV_BLOCKS, KV_USAGE),
-    *(HOST_BLOCKS, HOST_MOVES, FILE_BYTES, FILE_MOVES, MEMORY, UPLOADS, GRAPHS, WEIGHTS_VERSION),
+    *(HOST_BLOCKS, HOST_MOVES, FILE_BYTES, FILE_MOVES, KV_MOVED_BYTES, KV_MOVE_TIME),
+    *(MEMORY, UPLOADS, GRAPHS, WEIGHTS_VERSION),
     *(EXPERT_TOKENS, EXPERT_IMBALANCE, EXPERT_RANK_IMBALANCE, EXPERTS_MOVED, EXPERT_MOVES_FAILED),
     *(WATCHDOG_AGE, OVERDUE, HANGS, COMM_ABORTS, XID, DEGRADED),
     *(BAD_FRAMES, AUTH_FAILURES, UTILIZATION, TEMPERATURE, POWER),
