@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import LEAST_MARGIN, make_checkpoint, prompts
-from tests.support.filing_daemons import FilingDaemons, damage
+from tests.support.filing_daemons import HEADER_BYTES, FilingDaemons, damage
 from tests.support.forked_daemons import ForkedDaemons
 from tests.support.secured import ask
 from tests.support.serving import connect, greedy_request, kill_and_wait, worker_config
@@ -52,7 +52,7 @@ SETTLE_S = 20.0
 KILLS_ONE_OF = 40
 """Cases of which one kills daemons."""
 LAST_STEP = 16
-FILE_KINDS = ("damage", "remove", "obstacle")
+FILE_KINDS = ("damage", "flip", "flip", "remove", "obstacle")
 MESSAGE_KINDS = ("flip", "flip", "flip", "delay", "truncate", "truncate", "double", "drop")
 
 
@@ -128,6 +128,13 @@ class World:
     def strike(self, case: Case) -> str:
         """Let something go wrong, and name it."""
         raise NotImplementedError
+
+    def between_waves(self, case: Case) -> None:
+        """Let the second wave load what the first one has left, by a prompt that evicts it from the
+        KV cache."""
+        prompt = prompts(case.rng.randrange(1 << 30), [60])[0].tolist()
+        self.driver.add_request(greedy_request(f"{case.seed}-between", prompt, 1))
+        assert not [output.error for output in self.driver.run() if output.error]
 
     def strike_dead(self, case: Case) -> None:
         """Damage what dead daemons have left."""
@@ -219,10 +226,14 @@ class FilesWorld(World):
             files = self._daemons.files
         if not files:
             return "nothing"
-        path = rng.choice(sorted(files, key=_age)[-60:])
+        files = sorted(files, key=_age)[-60:]
+        path = rng.choice(files)
         with contextlib.suppress(OSError):  # a rank has just removed it
             if kind == "damage":
                 damage(rng, path)
+            elif kind == "flip":
+                for each in rng.sample(files, min(len(files), rng.choice([1, 5, 20]))):
+                    flip(rng, each)
             elif kind == "remove":
                 path.unlink()
             else:  # where the next blocks are to be
@@ -234,6 +245,9 @@ class FilesWorld(World):
     def strike_dead(self, case):
         for _ in range(case.rng.randrange(6)):
             self.strike(case)
+
+    def between_waves(self, case):
+        self.driver.scheduler.forget_prefixes()
 
     def settle(self):
         for own in self._daemons.directories:
@@ -280,6 +294,12 @@ class PeersWorld(World):
         with self.connected(side, shape, kv_host_memory_bytes=HOST_BYTES) as (group, loaded):
             yield new_driver(group, loaded, recover=self.recovering(side, group), **options)
 
+    def between_waves(self, case):
+        super().between_waves(case)
+        if case.rng.randrange(2):  # have all blocks sent again
+            self.driver.scheduler.forget_prefixes()
+            self.driver.scheduler.forget_host_tier()
+
     def prepare(self, case):
         kinds = [kind for kind in MESSAGE_KINDS if case.rng.randrange(3)]
         for wrongs in self.sides[0].wrongs:
@@ -318,6 +338,14 @@ class PeersWorld(World):
     def _num_coming(self):
         self.driver.step()  # a driver that does nothing sees no move end
         return self.driver.scheduler.exchange.num_slots
+
+
+def flip(rng: random.Random, path: Path) -> None:
+    """Change some bits of a block in a file."""
+    raw = bytearray(path.read_bytes())
+    for _ in range(rng.choice([1, 2, 64, 512])):
+        raw[rng.randrange(HEADER_BYTES, len(raw))] ^= 1 << rng.randrange(8)
+    path.write_bytes(raw)
 
 
 def _age(path: Path) -> int:
@@ -386,6 +414,8 @@ class Fuzzer:
         world.prepare(case)
         until = time.monotonic() + CASE_S
         for wave in range(2):
+            if wave:
+                world.between_waves(case)
             requests = [replace(each, id=f"{each.id}-{wave}") for each in case.requests]
             case.rng.shuffle(requests)
             kill_at = case.rng.randrange(LAST_STEP) if case.kills and wave else -1

@@ -37,7 +37,7 @@ class TierFile:
         if slot_bytes <= 0:
             return
         with self._path.open("r+b") as file, mmap.mmap(file.fileno(), size) as memory:
-            for _ in range(rng.choice([1, 1, 2, 5])):
+            for _ in range(rng.choice([1, 2, 5, 20])):
                 self._change(rng, kind, memory, rng.choice(slots), rng.choice(slots), slot_bytes)
 
     def _change(self, rng, kind, memory, slot, other, slot_bytes):
@@ -45,7 +45,7 @@ class TierFile:
         end = first + slot_bytes
         middle = rng.randrange(first, end)
         if kind == "flip":
-            for _ in range(rng.choice([1, 1, 2, 9])):
+            for _ in range(rng.choice([1, 2, 64, 512])):
                 memory[rng.randrange(first, end)] ^= 1 << rng.randrange(8)
         elif kind == "zero":
             memory[first:end] = bytes(slot_bytes)

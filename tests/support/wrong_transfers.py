@@ -125,7 +125,7 @@ class Going:
         if kind == "flip":
             tensor = tensor.clone()
             raw = tensor.numpy().reshape(-1).view(np.uint8)
-            for _ in range(rng.choice([1, 1, 1, 2, 64])):
+            for _ in range(rng.choice([1, 2, 64, 512])):
                 raw[rng.randrange(raw.size)] ^= 1 << rng.randrange(8)
         if kind == "truncate":
             import torch  # the daemon has loaded it
