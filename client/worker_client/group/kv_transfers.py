@@ -12,7 +12,6 @@ import numpy as np
 from rpc_schema import kv_transfer as kt
 from rpc_schema.config import RendezvousAddress
 from worker_client.group.group_channel import GroupChannel
-from worker_client.scheduler.block_exchange import ExchangedBlocks
 from worker_client.wire.control_channel import PendingCall
 from worker_client.wire.worker_client import WorkerClient
 
@@ -34,6 +33,16 @@ class TransferLink:
     destinations: tuple[kt.KVShard, ...]
     timeout_s: float
     """Limit on the meeting, and on each move."""
+
+
+class ExchangedBlocks(NamedTuple):
+    """The blocks of contents, in columns."""
+
+    slots: list[int]
+    keys: list[bytes]
+    kv_groups: bytes
+    """A byte each."""
+    names: list[bytes]
 
 
 class BlockMove(NamedTuple):

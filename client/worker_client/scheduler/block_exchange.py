@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 from rpc_schema.kv_cache import BlockGroup
 from rpc_schema.moved_blocks import MAX_MOVED_BLOCKS
+from worker_client.group.kv_transfers import ExchangedBlocks
 from worker_client.scheduler.block_pool import BlockPool
 from worker_client.scheduler.host_tier import TierSlots
 
@@ -25,16 +26,6 @@ class HeldContents(NamedTuple):
     name: bytes
     slots: tuple[int, ...]
     """One for each KV group of their window."""
-
-
-class ExchangedBlocks(NamedTuple):
-    """The blocks of contents, in columns."""
-
-    slots: list[int]
-    keys: list[bytes]
-    kv_groups: bytes
-    """A byte each."""
-    names: list[bytes]
 
 
 class ContentNames:
