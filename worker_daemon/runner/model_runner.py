@@ -384,7 +384,9 @@ class ModelRunner:
             raise
         if request.resync is not None:
             self._unsampled.clear()
-        return self._run(step, self._identify(request), self.state.tokens_of_replicas)
+        shares = self._shared_experts is not None
+        of_replicas = self.state.tokens_of_replicas if shares else None
+        return self._run(step, self._identify(request), of_replicas)
 
     def execute_dummy_batch(self, request: ExecuteDummyBatch) -> PendingOutput | None:
         """Run one token through the stage, without a request."""
