@@ -123,15 +123,20 @@ def test_changed_bits_cost_their_requests_a_computation(flipping, checkpoint, ki
     ],
 )
 def test_kinds_of_blocks(serve, checkpoint, kind, pp, tp):
-    waves, (model, config) = Waves(random.randrange(1 << 30)), model_of(checkpoint, kind)
+    model, config = model_of(checkpoint, kind)
     with serve(model.path, pp, tp, **config) as (group, loaded):
-        outputs = run_waves(new_driver(group, loaded), waves.requests)
+        driver, num_preemptions = new_driver(group, loaded), 0
+        for _ in range(20 if kind == "preempted" else 1):  # one in eight has no preemption
+            waves = Waves(random.randrange(1 << 30))
+            outputs = run_waves(driver, waves.requests)
+            assert_right(outputs, model, waves)
+            assert num_loaded(outputs) > 0, waves.seed
+            num_preemptions = sum(output.num_preemptions for output in outputs.values())
+            if num_preemptions:
+                break
         found = tiers(group)
-    assert_right(outputs, model, waves)
-    assert num_loaded(outputs) > 0, waves.seed
     assert all(tier.num_invalid == 0 < tier.num_loaded for tier in found), (waves.seed, found)
-    if kind == "preempted":
-        assert sum(output.num_preemptions for output in outputs.values()) > 0, waves.seed
+    assert num_preemptions or kind != "preempted"
 
 
 def test_caches_in_fp8(serve, model_root):
