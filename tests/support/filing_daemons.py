@@ -63,8 +63,11 @@ def settled(group):
 
 
 def damage(rng: random.Random, path: Path) -> None:
-    """Change a file in one of the ways in which a disk or an administrator may."""
+    """Change a file in one of the ways in which a disk or an administrator may, unless it was cut
+    before."""
     raw = bytearray(path.read_bytes())
+    if len(raw) <= HEADER_BYTES:
+        return
     kind = rng.choice(["cut", "header", "block", "swapped", "directory", "link"])
     if kind == "cut":
         path.write_bytes(raw[: rng.randrange(len(raw))])

@@ -341,8 +341,10 @@ class PeersWorld(World):
 
 
 def flip(rng: random.Random, path: Path) -> None:
-    """Change some bits of a block in a file."""
+    """Change some bits of a block in a file, unless it was cut before."""
     raw = bytearray(path.read_bytes())
+    if len(raw) <= HEADER_BYTES:
+        return
     for _ in range(rng.choice([1, 2, 64, 512])):
         raw[rng.randrange(HEADER_BYTES, len(raw))] ^= 1 << rng.randrange(8)
     path.write_bytes(raw)
