@@ -93,8 +93,7 @@ class Probes:
 
         counts: int64 [requests], the best choice; room: the drafts that each may have; rate: tokens
         per second of the best choice, as expected; wake_s: seconds that it takes more to make the
-        device draft again; is_hopeless: what drafts cost does not matter, a
-        few outcomes do.
+        device draft again; is_hopeless: what drafts cost does not matter, a few outcomes do.
         """
         total, num_rows = int(counts.sum()), counts.size
         is_undrafted = total > 0 and not self._costs.knows_undrafted(num_rows)

@@ -58,7 +58,7 @@ class TimedStep(NamedTuple):
     follows_its_like: bool
     """The step before, of the same group, had equal rows and tokens, and drafts as this one."""
     wakes: bool = False
-    """The device has made no drafts after the step before."""
+    """The device makes drafts after it, and has made none after the step before."""
 
     @property
     def quality(self) -> int:
