@@ -5,7 +5,7 @@ start."""
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -34,6 +34,14 @@ SCHEDULER = config.SchedulerConfig(
 
 Frames = list[bytes]
 """An encoded message and its arrays."""
+
+
+class Chunk(NamedTuple):
+    """A part of a prompt."""
+
+    num_tokens: int
+    num_computed: int = 0
+    """Tokens before it, whose KV is there."""
 
 
 class Ids(TypedDict):
@@ -165,14 +173,10 @@ class StageDriver:
     ) -> tuple[ExecuteModel, bytes]:
         """Return a step that admits and computes one random prompt per slot, each with its own
         blocks."""
-        rng = np.random.default_rng()
         blocks = blocks_for(prompt_len + num_more, BLOCK_SIZE)
-        last = 1 + (int(slots.max()) + 1) * blocks
-        if last > self.num_blocks:
-            raise ValueError(f"{last} blocks are needed, {self.num_blocks} are there")
         ids = 1 + slots[:, None] * blocks + np.arange(blocks)
+        self._check_blocks(1 + (int(slots.max()) + 1) * blocks)
         lengths = np.stack([slots, np.full_like(slots, prompt_len)], axis=1)
-        tokens = rng.integers(3, 1000, slots.size * prompt_len).astype("<i4").tobytes()
         message = ExecuteModel(
             **self.ids(),
             total_num_scheduled_tokens=slots.size * prompt_len,
@@ -180,18 +184,37 @@ class StageDriver:
             num_scheduled_tokens=lengths.astype("<i4").tobytes(),
             new_block_slots=np.repeat(slots, blocks).astype("<u2").tobytes(),
             new_block_ids=ids.ravel().astype("<i4").tobytes(),
-            scheduled_new_reqs=tuple(
-                NewRequestData(
-                    slot=int(slot),
-                    req_id=f"request-{slot}",
-                    num_tokens=prompt_len,
-                    num_prompt_tokens=prompt_len,
-                    num_computed_tokens=0,
-                )
-                for slot in slots
-            ),
+            scheduled_new_reqs=tuple(_new_request(int(slot), prompt_len, 0) for slot in slots),
         )
-        return message, tokens
+        return message, random_tokens(slots.size * prompt_len)
+
+    def chunk(
+        self, chunk: "Chunk", first_block: int, num_decodes: int = 0, *, again: bool = False
+    ) -> tuple[ExecuteModel, bytes]:
+        """Return a step that admits a prompt in slot num_decodes, beside a decode of each slot
+        below, and computes its last tokens; its blocks begin at first_block, and the KV of what
+        comes before is taken to be in them.
+
+        again: the slot has such a prompt, which ends.
+        """
+        slot, total = num_decodes, chunk.num_computed + chunk.num_tokens
+        blocks = np.arange(first_block, first_block + blocks_for(total, BLOCK_SIZE))
+        self._check_blocks(int(blocks[-1]) + 1)
+        message = ExecuteModel(
+            **self.ids(),
+            total_num_scheduled_tokens=num_decodes + chunk.num_tokens,
+            scheduled=bitmap(np.arange(num_decodes + 1)),
+            num_scheduled_tokens=np.array([slot, chunk.num_tokens], "<i4").tobytes(),
+            new_block_slots=np.full(blocks.size, slot, "<u2").tobytes(),
+            new_block_ids=blocks.astype("<i4").tobytes(),
+            finished=np.array([slot] if again else [], "<u2").tobytes(),
+            scheduled_new_reqs=(_new_request(slot, total, chunk.num_computed),),
+        )
+        return message, random_tokens(total)
+
+    def _check_blocks(self, num_needed: int) -> None:
+        if num_needed > self.num_blocks:
+            raise ValueError(f"{num_needed} blocks are needed, {self.num_blocks} are there")
 
     def decode_frames(self, num_requests: int) -> Frames:
         """Encode a decode of the first num_requests slots, as a driver does."""
@@ -209,6 +232,21 @@ class StageDriver:
         """Wait for the device."""
         if self.device != "cpu":
             torch.cuda.synchronize()
+
+
+def random_tokens(count: int) -> bytes:
+    """Return random tokens, as a step's frame has them."""
+    return np.random.default_rng().integers(3, 1000, count).astype("<i4").tobytes()
+
+
+def _new_request(slot: int, num_tokens: int, num_computed: int) -> NewRequestData:
+    return NewRequestData(
+        slot=slot,
+        req_id=f"request-{slot}",
+        num_tokens=num_tokens,
+        num_prompt_tokens=num_tokens,
+        num_computed_tokens=num_computed,
+    )
 
 
 def bitmap(slots: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> bytes:
