@@ -27,8 +27,9 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
-from rpc_schema.host_tier import BlockTraffic, HostTierStatus
+from rpc_schema.host_tier import HostTierStatus
 from rpc_schema.kv_cache import blocks_for
+from rpc_schema.moved_blocks import BlockTraffic
 from worker_client.driver import Driver
 from worker_client.group.loading import LoadedGroup
 from worker_client.launcher import serve_command
@@ -111,8 +112,8 @@ class TierBench:
 
 def rate(after: BlockTraffic, before: BlockTraffic) -> float:
     """Return the GB/s of copies between two states."""
-    seconds = after.seconds - before.seconds
-    return (after.num_bytes - before.num_bytes) / seconds / 1e9 if seconds else 0.0
+    num_us = after.num_us - before.num_us
+    return (after.num_bytes - before.num_bytes) / num_us / 1e3 if num_us else 0.0
 
 
 def worker_config(options: argparse.Namespace) -> WorkerConfig:
@@ -204,7 +205,7 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error(f"--prompts: {options.prompts} fit into the KV cache that the decodes need")
     kept = [] if options.kv_host_dir is None else ["--kv-host-dir", str(options.kv_host_dir)]
     devices = devices_of(options.device)
-    command = serve_command(*kept)
+    command = serve_command("--model-root", str(options.model.resolve().parent), *kept)
     with local_group(devices, options.model.resolve().parent, None, command) as (group, _):
         found = run(group, group.prepare(config, num_gpu_blocks=blocks), config, options)
     for name, value in found.items():
