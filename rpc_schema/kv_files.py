@@ -12,7 +12,8 @@ from rpc_schema.moved_blocks import NO_TRAFFIC, BlockTraffic, MovedHashes, Moved
 class FileMoves(FramedExtension, frozen=True, tag=3, kw_only=True):
     """Blocks that a step copies to files, and fetched ones that it copies from host memory, before
     its forward pass: all stores, then all loads. A block to store has the contents that the steps
-    before have left; a step may give it to a request, or load into it.
+    before have left; a step may give it to a request, or load into it. With HostTierMoves, the
+    stores of both come before the loads of both, and no block is loaded by both.
 
     Files are written later. A store is in vain, without an error, if there is a file of these
     contents, if too many blocks wait, or if the file system refuses. A load whose block was not

@@ -37,7 +37,7 @@ from tests.support.tiered_waves import (
 from tests.support.window_models import MODELS, WINDOW
 from worker_client.errors import InvalidSchedulerOutput, KVPlanError
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
-from worker_client.steps.host_moves import HostMoves, MovedBlocks
+from worker_client.steps.block_moves import HostMoves, MovedBlocks
 
 
 @pytest.mark.parametrize(("pp", "tp"), [(1, 1), exhaustively(2, 1), exhaustively(1, 2)])
@@ -323,7 +323,7 @@ def test_a_step_that_fills_a_running_requests_block_is_refused(serve, checkpoint
                 group.execute_model(step)
         unaligned = replace(moves, loaded=MovedBlocks((5,), (0, 1), (b"h",)))
         step = SchedulerOutput(num_scheduled_tokens={"a": 1}, extensions=(unaligned,))
-        with pytest.raises(InvalidSchedulerOutput, match="a slot and a hash for each block"):
+        with pytest.raises(InvalidSchedulerOutput, match="block_ids, slots, hashes of one length"):
             group.execute_model(step)
         # A slot that holds nothing: the block is invalid, and nobody reads it.
         loads = replace(moves, loaded=MovedBlocks((5,), (0,), (b"h",)))

@@ -249,7 +249,6 @@ REFUSED = {
         {"enable_return_routed_experts": True},
         "leave out enable_return_routed_experts",
     ),
-    "host memory too": ({}, {"kv_host_memory_bytes": 1 << 20}, "kv_host_memory_bytes = 0"),
 }
 """Fields of the checkpoint, of the configuration, and what is said."""
 

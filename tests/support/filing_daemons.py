@@ -24,13 +24,17 @@ class FilingDaemons(ForkedDaemons):
         directory: Path,
         *options: str,
         option: str = "--kv-file-dir",
+        host_directory: Path | None = None,
     ) -> None:
+        """host_directory: on a tmpfs, for their host memory too."""
         self.directories = [directory / str(rank) for rank in range(num_daemons)]
 
         def command(endpoint: str, device: str, pipe: int) -> Sequence[str]:
-            own = str(self.directories[int(endpoint.rpartition("/w")[2])])
+            rank = endpoint.rpartition("/w")[2]
+            own = str(self.directories[int(rank)])
             root = ("--model-root", str(model_root), "--lora-root", str(model_root))
-            build = serve_command(*root, option, own, *options)
+            kept = () if host_directory is None else ("--kv-host-dir", str(host_directory / rank))
+            build = serve_command(*root, option, own, *kept, *options)
             return build(endpoint, device, pipe)
 
         super().__init__(["cpu"] * num_daemons, model_root, command=command)

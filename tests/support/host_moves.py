@@ -16,6 +16,7 @@ from worker_daemon.device.kept_memory import KeptMemory
 from worker_daemon.runner.connectors.block_identity import BlockIdentity
 from worker_daemon.runner.connectors.checksums import BlockParts, PageSection
 from worker_daemon.runner.connectors.host_tier import HostTier, KeptSlots
+from worker_daemon.runner.connectors.kv_connectors import KVConnectors
 from worker_daemon.runner.connectors.tier_index import SlotLayout, TierIndex
 from worker_daemon.runner.kv_cache import BlockPages, KVMemory
 from worker_daemon.runner.parts.registry import make_parts
@@ -142,7 +143,7 @@ class ModelledTier:
         self.seq += 1
         values = self.state.parts.check_step((moves_of(stores, loads),), (), self.state.limits)
         step = self.state.dummy_step(self.seq)._replace(step_values=values)
-        return self.tier.begin(step)
+        return KVConnectors([self.tier]).begin(step)
 
     def random_step(self):
         """Move random blocks, and return the loads with the blocks that must be invalid."""

@@ -27,9 +27,9 @@ from worker_client.group.loading import group_limits
 from worker_client.group.outcomes import StepFuture, StepsInFlight
 from worker_client.requests import SamplingParams
 from worker_client.scheduler_output import SchedulerOutput
+from worker_client.steps.block_moves import HostMoves
 from worker_client.steps.cached_blocks import CachedBlocks
 from worker_client.steps.encoded_step import EncodedStep, bitmap_of
-from worker_client.steps.host_moves import HostMoves
 from worker_client.steps.masks import StepMasks
 
 POISON = 5

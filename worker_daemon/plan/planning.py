@@ -407,8 +407,9 @@ class _PlannedRanks:
 
     def _available(self, sizes: _RankSizes, length: int, budget: int) -> int:
         taken = sizes.weights_bytes + sizes.adapter_bytes + self._rotary_table_bytes(sizes, length)
-        if self._num_host_blocks or self._config.cache.kv_files:
-            taken += staging_device_bytes(self._block_bytes(sizes))
+        num_connectors = bool(self._num_host_blocks) + self._config.cache.kv_files
+        if num_connectors:
+            taken += num_connectors * staging_device_bytes(self._block_bytes(sizes))
         return budget - taken - self._state_bytes(sizes) - self._step_bytes(sizes, length)
 
     def _state_bytes(self, sizes: _RankSizes, num_blocks: int = 0) -> int:

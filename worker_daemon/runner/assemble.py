@@ -23,7 +23,7 @@ from worker_daemon.layers.cache_spec import KVLayerSpec, StateLayerSpec
 from worker_daemon.lora.adapters import Adapters
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.models.weight_state import WeightState
-from worker_daemon.runner.connectors.interface import KVConnector
+from worker_daemon.runner.connectors.kv_connectors import KVConnectors
 from worker_daemon.runner.cuda_graph import LadderGraphs, StepGraphs
 from worker_daemon.runner.draft_verifier import DraftVerifier
 from worker_daemon.runner.input_batch import InputBuilder, staging_capacity
@@ -65,7 +65,7 @@ from worker_daemon.runner.step_sampler import StepSampler
 from worker_daemon.runner.token_history import SampledTokens, TokenHistory
 from worker_host.draft_counts import DraftCounts
 
-OpenConnector: TypeAlias = Callable[[RequestState, TokenHistory], KVConnector]
+OpenConnectors: TypeAlias = Callable[[RequestState, TokenHistory], KVConnectors]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class RunnerParts:
     """Outcomes of drafts, on the rank that answers steps."""
     routing: StageRouting | None = None
     """None: the experts of tokens are not kept."""
-    open_connector: OpenConnector | None = None
-    """Opens the KV connector; None: no blocks leave the KV cache."""
+    open_connectors: OpenConnectors | None = None
+    """Opens the KV connectors; None: no blocks leave the KV cache."""
     experts: ReplicaExperts | None = None
     """The ranks of all replicas that share the stage's experts; None: no other replica's."""
 
@@ -187,7 +187,7 @@ def assemble_runner(
         num_ranks=parallel.world_size,
         waits=waits,
         history=history,
-        connector=None if parts.open_connector is None else parts.open_connector(state, history),
+        connectors=None if parts.open_connectors is None else parts.open_connectors(state, history),
         shared_experts=(
             None if parts.experts is None else SharedExperts(parts.experts, parts.stage)
         ),

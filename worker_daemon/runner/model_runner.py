@@ -27,7 +27,8 @@ from worker_daemon.distributed.pp import STATUS_OK
 from worker_daemon.models.weight_state import WeightState
 from worker_daemon.raising import raise_caused
 from worker_daemon.runner.adoption import Page, describe_requests
-from worker_daemon.runner.connectors.interface import KVConnector, Loaded
+from worker_daemon.runner.connectors.interface import Loaded
+from worker_daemon.runner.connectors.kv_connectors import KVConnectors
 from worker_daemon.runner.input_batch import InputBuilder
 from worker_daemon.runner.output import (
     LoadingOutput,
@@ -182,11 +183,11 @@ class ModelRunner:
         num_ranks: int,
         waits: InputWaits | None,
         history: TokenHistory,
-        connector: KVConnector | None = None,
+        connectors: KVConnectors | None = None,
         shared_experts: SharedExperts | None = None,
     ) -> None:
         """eager: runs steps until `use`; waits: measures the stage's waits for its input, None on a
-        sole stage; connector: moves blocks before steps, None if none may move; shared_experts:
+        sole stage; connectors: move blocks before steps, None if none may move; shared_experts:
         None unless replicas share experts."""
         self.state = state
         self.inputs = inputs
@@ -194,7 +195,7 @@ class ModelRunner:
         self.waits = waits
         self.history = history
         """Creates results; outlives a link."""
-        self.connector = connector
+        self.connectors = connectors
         self._program: StageProgram = eager
         self._stage = stage
         self._weights = weights
@@ -403,8 +404,8 @@ class ModelRunner:
             self._shared_experts.begin(step.total_num_tokens, of_replicas)
         loaded: Loaded | None = None
         try:
-            if step.step_values.data and self.connector is not None:
-                loaded = self.connector.begin(step)
+            if step.step_values.data and self.connectors is not None:
+                loaded = self.connectors.begin(step)
             computed = self._stage.forward(self._program, step)
             if step.deferred is not None:
                 later = np.repeat(step.deferred, step.num_samples)

@@ -26,8 +26,9 @@ def describe(
     """Describe what is loaded on a device, and its memory by use. None: not there yet. peers: what
     moves blocks to other groups."""
     opened = device.opened_or_none
-    connector = serving.runner.connector if serving else None
-    counts = None if connector is None else connector.counts
+    connectors = serving.runner.connectors if serving else None
+    counts = () if connectors is None else connectors.counts
+    tier = next((own for own in counts if isinstance(own, TierCounts)), None)
     slots = model.stage.expert_slots if model else None
     return WorkerDescription(
         device=device.name,
@@ -51,8 +52,8 @@ def describe(
         expert_moves=partial(moves_on_wire, slots.known) if slots else lambda: None,
         block_contents=serving.runner.state.contents if serving else None,
         host_contents=serving.runner.state.host_contents if serving else None,
-        host_tier=counts.status if isinstance(counts, TierCounts) else lambda: None,
-        filed=counts if isinstance(counts, FiledBlocks) else None,
+        host_tier=(lambda: None) if tier is None else tier.status,
+        filed=next((own for own in counts if isinstance(own, FiledBlocks)), None),
         peers=peers,
     )
 

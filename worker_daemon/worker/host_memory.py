@@ -130,13 +130,14 @@ def block_bytes_of(plan: KVCacheConfig, field: str, value: object) -> int:
 
 
 def connector_bytes(model: LoadedModel, device: torch.device) -> int:
-    """Return the most device memory that a model's KV connector takes, besides what the memory
-    profile finds; 0 without one, and on the CPU, whose memory is not profiled so closely."""
+    """Return the most device memory that a model's KV connectors take, besides what the memory
+    profile finds; 0 without any, and on the CPU, whose memory is not profiled so closely."""
     cache = model.config.cache
-    if not (cache.kv_host_memory_bytes or cache.kv_files) or device.type == "cpu":
+    num_connectors = bool(cache.kv_host_memory_bytes) + cache.kv_files
+    if not num_connectors or device.type == "cpu":
         return 0
     per_token = sum(layer.bytes_per_token for layer in _with_pages(model))
-    return staging_device_bytes(max(1, cache.block_size * per_token))
+    return num_connectors * staging_device_bytes(max(1, cache.block_size * per_token))
 
 
 def _with_pages(model: LoadedModel) -> list[KVPages | LatentPages]:

@@ -15,6 +15,7 @@ from worker_daemon.runner.connectors.filed_blocks import FiledBlocks
 from worker_daemon.runner.connectors.files import FileConnector
 from worker_daemon.runner.connectors.host_tier import HostTier, KeptSlots
 from worker_daemon.runner.connectors.interface import KVConnector
+from worker_daemon.runner.connectors.kv_connectors import KVConnectors
 from worker_daemon.runner.connectors.peers import PeerTransfers, PeerWeights, SharedSlots
 from worker_daemon.runner.connectors.tier_index import FORMAT, SlotLayout
 from worker_daemon.runner.kv_cache import BlockPages
@@ -29,7 +30,7 @@ from worker_daemon.worker.host_memory import (
 )
 from worker_daemon.worker.loading import LoadedModel
 from worker_daemon.worker.naming_blocks import block_identity
-from worker_daemon.worker.serving import OpenConnector
+from worker_daemon.worker.serving import OpenConnectors
 from worker_daemon.worker.stage_loading import RankPlace
 
 
@@ -54,7 +55,7 @@ class KVOutside:
         self._tier: TierMemory | None = None
         self._filed: FiledBlocks | None = None
         """The files of the plan's blocks; None if it keeps none."""
-        self._connector: KVConnector | None = None
+        self._connectors: KVConnectors | None = None
         self._peers: PeerTransfers | None = None
         """Moves blocks of the host tier to other groups, and from there; None without a tier, and
         for blocks that only this group can read."""
@@ -93,8 +94,8 @@ class KVOutside:
 
     def connecting(
         self, plan: KVCacheConfig, model: LoadedModel, place: RankPlace
-    ) -> OpenConnector | None:
-        """Return what opens the connector of a KV cache with the plan that was opened; None if it
+    ) -> OpenConnectors | None:
+        """Return what opens the connectors of a KV cache with the plan that was opened; None if it
         has none. Ends the moves of the one before."""
         self.leave_peers()
         self._peers = None
@@ -123,11 +124,11 @@ class KVOutside:
         """Free the memory of the plan, once no copy is in progress, but for what outlives the
         daemon."""
         self.leave_peers()
+        if self._connectors is not None:
+            self._connectors.settle()
         if self._tier is not None:
-            if self._connector is not None:
-                self._connector.settle()
             self._tier.close()
-        self._tier = self._filed = self._connector = self._peers = None
+        self._tier = self._filed = self._connectors = self._peers = None
 
     def close(self) -> None:
         """Close everything, for good."""
@@ -145,12 +146,27 @@ class KVOutside:
         pages: BlockPages,
         state: RequestState,
         history: TokenHistory,
-    ) -> KVConnector:
+    ) -> KVConnectors:
+        connectors: list[KVConnector] = []
+        if self._tier is not None:
+            tier = self._connect_tier(self._tier, plan, model, place, pages, state, history)
+            connectors.append(tier)
         if self._filed is not None:
-            self._connector = FileConnector(pages, self._filed, state)
-            return self._connector
-        memory, parallel = self._tier, place.parallel
-        assert memory is not None, "otherwise there is no connector"
+            connectors.append(FileConnector(pages, self._filed, state))
+        self._connectors = KVConnectors(connectors)
+        return self._connectors
+
+    def _connect_tier(
+        self,
+        memory: TierMemory,
+        plan: KVCacheConfig,
+        model: LoadedModel,
+        place: RankPlace,
+        pages: BlockPages,
+        state: RequestState,
+        history: TokenHistory,
+    ) -> HostTier:
+        parallel = place.parallel
         parts = block_parts(plan, model, parallel)
         kept = None if memory.index is None else KeptSlots(memory.index, history.has_confirmed)
         tier = HostTier(pages, memory.rows, state, model.weights, parts, kept)
@@ -161,5 +177,4 @@ class KVOutside:
             )
             weights = PeerWeights(model.weights, model.draft_weights)
             self._peers = PeerTransfers(own, slots, weights, self.meeting)
-        self._connector = tier
         return tier

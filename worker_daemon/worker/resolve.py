@@ -289,11 +289,8 @@ def check_connector(cache: CacheConfig, model: ResolvedModel, *, in_lockstep: bo
     in_lockstep: replicas take each step together.
 
     Raises:
-        ConfigError: they cannot, or are to be kept in two places.
+        ConfigError: they cannot.
     """
-    if cache.kv_files and cache.kv_host_memory_bytes:
-        problem = "blocks go to host memory, and there is one place for them"
-        raise config_error("cache.kv_files", True, problem, "False, or kv_host_memory_bytes = 0")
     if not (cache.kv_files or cache.kv_host_memory_bytes):
         return
     field, value, none = "kv_host_memory_bytes", cache.kv_host_memory_bytes, "0"

@@ -27,7 +27,7 @@ from worker_daemon.kernel_compiler import KernelCompiler, hash_sources
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.raising import Translation
 from worker_daemon.runner.assemble import RunnerParts, assemble_runner, step_graphs, tie_stage
-from worker_daemon.runner.connectors.interface import KVConnector
+from worker_daemon.runner.connectors.kv_connectors import KVConnectors
 from worker_daemon.runner.cuda_graph import StepGraphs
 from worker_daemon.runner.kv_cache import BlockPages, KVMemory
 from worker_daemon.runner.request_state import RequestState
@@ -54,8 +54,8 @@ from worker_daemon.worker.rank_device import OpenedDevice
 from worker_daemon.worker.resolve import pooling_support
 from worker_host.draft_counts import DraftCounts
 
-OpenConnector: TypeAlias = Callable[[BlockPages, RequestState, TokenHistory], KVConnector]
-"""Opens a KV connector over the blocks of a KV cache."""
+OpenConnectors: TypeAlias = Callable[[BlockPages, RequestState, TokenHistory], KVConnectors]
+"""Opens the KV connectors over the blocks of a KV cache."""
 
 
 class Serving:
@@ -69,10 +69,10 @@ class Serving:
         kv: KVMemory,
         set_phase: SetPhase,
         find_upload: FindUpload = no_uploads,
-        open_connector: OpenConnector | None = None,
+        open_connectors: OpenConnectors | None = None,
     ) -> None:
         """Starts with empty rows and without graphs. kv: of plan.num_blocks, or none for
-        NullAttention. open_connector: None: blocks stay in the KV cache."""
+        NullAttention. open_connectors: None: blocks stay in the KV cache."""
         self.plan = plan
         self.kv = kv
         self._set_phase = set_phase
@@ -96,8 +96,8 @@ class Serving:
             find_upload=find_upload,
             make_drafter=_drafters(opened, model, limits, kv.further),
             routing=_routing(opened, model, kv.further),
-            open_connector=(
-                None if open_connector is None else partial(open_connector, BlockPages(kv))
+            open_connectors=(
+                None if open_connectors is None else partial(open_connectors, BlockPages(kv))
             ),
             experts=opened.place.sharing_experts(model.resolved.decoder),
         )

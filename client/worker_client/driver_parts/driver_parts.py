@@ -41,12 +41,14 @@ class DriverParts:
 
     def begin(self, request: GenerationRequest, after: DriverPart | None = None) -> bool:
         """after: the part that has kept the request; only those behind it are asked."""
-        first = 0 if after is None else self._all.index(after) + 1
-        return all(part.begin(request) for part in self._all[first:])
+        return all(part.begin(request) for part in self._behind(after))
 
-    def queued(self, request: GenerationRequest) -> None:
-        for part in self._all:
+    def queued(self, request: GenerationRequest, after: DriverPart | None = None) -> None:
+        """after: the part that has delayed this; only those behind it are told."""
+        for part in self._behind(after):
             part.queued(request)
+            if part.delays(request.id):
+                return
 
     def ended(self, req_id: str) -> None:
         for part in self._all:
@@ -70,6 +72,9 @@ class DriverParts:
 
     def wait(self) -> bool:
         return any(part.wait() for part in self._all)
+
+    def _behind(self, part: DriverPart | None) -> Sequence[DriverPart]:
+        return self._all if part is None else self._all[self._all.index(part) + 1 :]
 
 
 def _overridden(parts: Sequence[DriverPart], name: str) -> tuple[Callable[..., Any], ...]:

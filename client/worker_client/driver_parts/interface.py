@@ -52,6 +52,11 @@ class DriverPart:
     def queued(self, request: GenerationRequest) -> None:
         """Note that the scheduler has a request."""
 
+    def delays(self, req_id: str) -> bool:
+        """Return True if the feature holds a request that was queued, and the features behind it
+        are to hear of that later, by LiveRequests.hand_on."""
+        return False
+
     def ended(self, req_id: str) -> None:
         """Forget a request that has ended or was aborted, if it is known."""
 

@@ -40,9 +40,10 @@ class FetchingScheduler(HoldingScheduler, Protocol):
         another's prompt."""
 
     def lacking_blocks(self, req_id: str, *, windowed: bool) -> Sequence[Sequence[bytes]]:
-        """Return the hashes of the blocks that a waiting request could begin with and that are not
-        in the KV cache, by KV group, in their order: those of groups without windows or, once these
-        are noted as far as they are there, what the others need besides."""
+        """Return the hashes of the blocks that a waiting request could begin with and that are
+        neither in the KV cache nor in host memory, by KV group, in their order: those of groups
+        without windows or, once these are noted as far as they are there, what the others need
+        besides. If there are any, what is in host memory stays there until release_request."""
 
     def note_fetched(self, hashes: Sequence[bytes]) -> None:
         """Take note of blocks that all ranks have read; a load of one uses it up."""
@@ -55,7 +56,7 @@ class FetchingScheduler(HoldingScheduler, Protocol):
 class _FetchingRequest:
     """A request that waits for its blocks."""
 
-    req_id: str
+    request: GenerationRequest
     by_group: Sequence[Sequence[bytes]]
     """Hashes of the blocks that are not known to be there or not."""
     windowed: bool = False
@@ -84,10 +85,15 @@ class FetchedBlocksPart(DriverPart):
             by_group = self._scheduler.lacking_blocks(request.id, windowed=True)
         if any(by_group):
             self._scheduler.hold_request(request.id)
-            self._waiting[request.id] = _FetchingRequest(request.id, by_group, windowed)
+            self._waiting[request.id] = _FetchingRequest(request, by_group, windowed)
+
+    def delays(self, req_id: str) -> bool:
+        # What is not in files may come from another group.
+        return req_id in self._waiting
 
     def ended(self, req_id: str) -> None:
-        self._waiting.pop(req_id, None)
+        if self._waiting.pop(req_id, None) is not None:
+            self._scheduler.release_request(req_id)
 
     def group_replaced(self) -> None:
         self._scheduler.forget_fetched()
@@ -113,8 +119,9 @@ class FetchedBlocksPart(DriverPart):
                     _LOG.warning("files of KV blocks are not used: %s", error)
                 self._has_warned = True
             if is_done or time.monotonic() > waiting.since + FETCH_TIMEOUT_S:
-                del self._waiting[waiting.req_id]
-                self._scheduler.release_request(waiting.req_id)
+                del self._waiting[waiting.request.id]
+                self._scheduler.release_request(waiting.request.id)
+                self._context.requests.hand_on(waiting.request, after=self)
 
     def _fetch(self, waiting: _FetchingRequest) -> bool:
         """Ask for the blocks of a request; return True once all ranks have read them."""
@@ -128,7 +135,7 @@ class FetchedBlocksPart(DriverPart):
         if waiting.windowed:
             return True
         waiting.windowed = True
-        waiting.by_group = self._scheduler.lacking_blocks(waiting.req_id, windowed=True)
+        waiting.by_group = self._scheduler.lacking_blocks(waiting.request.id, windowed=True)
         return not any(waiting.by_group)
 
 

@@ -91,8 +91,17 @@ class LiveRequests:
         try:
             self.queue(request, after)
         except Exception as error:  # as in add
-            known = error if isinstance(error, RequestError) else refusal(error)
-            self.refuse(request, known)
+            self.refuse(request, _known(error))
+
+    def hand_on(self, request: GenerationRequest, after: DriverPart) -> None:
+        """Tell the features behind one that has delayed it (DriverPart.delays) that the scheduler
+        has a request; it ends if one of them fails."""
+        try:
+            self._parts.queued(request, after)
+        except Exception as error:  # as in add
+            with suppress(Exception):
+                self._scheduler.abort_request(request.id)
+            self.refuse(request, _known(error))
 
     def refuse(self, request: GenerationRequest, error: RequestError) -> None:
         """End a request that the scheduler does not have, with an error."""
@@ -171,3 +180,8 @@ class LiveRequests:
         finally:
             self._parts.ended(req_id)
             self._times.forget(req_id)
+
+
+def _known(error: Exception) -> RequestError:
+    """Return the refusal of a request for an error of any kind."""
+    return error if isinstance(error, RequestError) else refusal(error)

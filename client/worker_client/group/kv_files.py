@@ -30,7 +30,7 @@ class GroupKVFiles:
 
     def fetch(self, tag: bytes, hashes: Sequence[bytes]) -> FetchProgress:
         """Have all ranks read the leading ones of these blocks, and tell how far they have come: a
-        step may load those that are ready (steps/kv_file_moves.py). Call it again until it is done.
+        step may load those that are ready (steps/block_moves.py). Call it again until it is done.
         Does not wait for the reads.
 
         tag and hashes: as for GroupPrefixes.note; hashes of one length. Of more than

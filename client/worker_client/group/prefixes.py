@@ -82,7 +82,7 @@ class GroupPrefixes:
         none. For a driver that has prepared the group and not yet sent a step.
 
         A request may begin with such a block as with any that was filled before. in_host_tier:
-        return slots of the host tier instead, from which a step may load (steps/host_moves.py).
+        return slots of the host tier instead, from which a step may load (steps/block_moves.py).
 
         Raises:
             WorkerError: a rank refuses; names the first one.

@@ -14,6 +14,7 @@ from rpc_schema.kv_cache import BlockGroup
 from rpc_schema.moved_blocks import MAX_MOVED_BLOCKS
 from worker_client.group.kv_transfers import ExchangedBlocks
 from worker_client.scheduler.block_pool import BlockPool
+from worker_client.scheduler.filed_blocks import FetchedBlocks
 from worker_client.scheduler.host_tier import TierSlots
 
 KeysOf: TypeAlias = Callable[[str], list[bytes]]
@@ -59,12 +60,19 @@ class HostBlockExchange:
     """A view of the scheduler's host tier. Belongs to its thread."""
 
     def __init__(
-        self, tier: TierSlots, pool: BlockPool, keys_of: KeysOf, names: ContentNames
+        self,
+        tier: TierSlots,
+        pool: BlockPool,
+        keys_of: KeysOf,
+        names: ContentNames,
+        files: FetchedBlocks | None = None,
     ) -> None:
+        """files: what has been read from them need not come from another group."""
         self._tier = tier
         self._pool = pool
         self._keys_of = keys_of
         self._names = names
+        self._files = files
 
     @property
     def tag(self) -> bytes:
@@ -83,7 +91,7 @@ class HostBlockExchange:
 
     def lacking(self, req_id: str) -> list[bytes]:
         """Return the names of the contents that an unfinished request could begin with, and that
-        are neither in the KV cache nor in host memory, in its order."""
+        are neither in the KV cache, nor in host memory, nor read from files, in its order."""
         keys = self._keys_of(req_id)
         return [*dict.fromkeys(self._names.name_of(key) for key in keys if not self._has(key))]
 
@@ -155,7 +163,9 @@ class HostBlockExchange:
         )
 
     def _has(self, key: bytes) -> bool:
-        return self._pool.find(key[-1], key[:-1]) is not None or key in self._tier
+        if self._pool.find(key[-1], key[:-1]) is not None or key in self._tier:
+            return True
+        return self._files is not None and key in self._files
 
     def _pin(self, keys: Sequence[bytes]) -> tuple[int, ...] | None:
         """Keep blocks in their slots; return these, or None if one is not there."""

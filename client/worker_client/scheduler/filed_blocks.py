@@ -5,11 +5,11 @@ from collections.abc import Iterable
 
 from rpc_schema.moved_blocks import MAX_MOVED_BLOCKS
 from worker_client.scheduler_output import SchedulerOutput
-from worker_client.steps.kv_file_moves import HashedBlocks, KVFileMoves
+from worker_client.steps.block_moves import HashedBlocks, KVFileMoves
 
 
 class FetchedBlocks:
-    """See OutsideBlocks. Owned by OutsidePlace.
+    """See OutsidePlace. Owned by OutsideBlocks.
 
     Every block that was offered is stored once: the ranks know which they have. A load uses up what
     was fetched.
@@ -25,11 +25,11 @@ class FetchedBlocks:
 
     @property
     def room(self) -> int:
-        """See OutsideBlocks."""
+        """See OutsidePlace."""
         return MAX_MOVED_BLOCKS - len(self._loads)
 
     def __contains__(self, key: bytes) -> bool:
-        """See OutsideBlocks."""
+        """See OutsidePlace."""
         return key in self._fetched
 
     def fetched(self, keys: Iterable[bytes]) -> None:
@@ -37,23 +37,29 @@ class FetchedBlocks:
         self._fetched.update(keys)
 
     def keep(self, keys: Iterable[bytes]) -> None:
-        """See OutsideBlocks. Nothing is evicted here."""
+        """See OutsidePlace. Nothing is evicted here."""
 
     def load(self, key: bytes, block_id: int) -> None:
-        """See OutsideBlocks."""
+        """See OutsidePlace."""
         self._fetched.discard(key)
         self._loads[block_id] = key
 
+    def cancel_load(self, block_id: int) -> None:
+        """See OutsidePlace. The ranks still have the contents."""
+        key = self._loads.pop(block_id, None)
+        if key is not None:
+            self._fetched.add(key)
+
     def offer(self, key: bytes, block_id: int) -> None:
-        """See OutsideBlocks."""
+        """See OutsidePlace."""
         if len(self._offered) < MAX_MOVED_BLOCKS:
             self._offered[block_id] = key
 
     def evict(self, key: bytes, block_id: int) -> None:
-        """See OutsideBlocks. What was offered is stored before the step writes to the block."""
+        """See OutsidePlace. What was offered is stored before the step writes to the block."""
 
     def take_moves(self, tag: bytes) -> tuple[KVFileMoves, ...]:
-        """See OutsideBlocks."""
+        """See OutsidePlace."""
         if not (self._offered or self._loads):
             return ()
         stored, loaded = self._offered, self._loads
@@ -61,22 +67,22 @@ class FetchedBlocks:
         return (KVFileMoves(tag, _columns(stored), _columns(loaded)),)
 
     def fail(self, outputs: Iterable[SchedulerOutput]) -> None:
-        """See OutsideBlocks."""
+        """See OutsidePlace."""
         self._offered.clear()
         self._loads.clear()
 
     def blocks_lost(self) -> None:
-        """See OutsideBlocks."""
+        """See OutsidePlace."""
         self._offered.clear()
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """See OutsideBlocks."""
+        """See OutsidePlace."""
         lost = {*keys}
         self._fetched -= lost
         self._offered = {block: key for block, key in self._offered.items() if key not in lost}
 
     def forget_all(self) -> None:
-        """See OutsideBlocks."""
+        """See OutsidePlace."""
         self._fetched.clear()
         self._offered.clear()
         self._loads.clear()

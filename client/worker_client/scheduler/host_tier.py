@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator
 
 from rpc_schema.moved_blocks import MAX_MOVED_BLOCKS
 from worker_client.scheduler_output import SchedulerOutput
+from worker_client.steps.block_moves import HostMoves, MovedBlocks
 from worker_client.steps.cached_blocks import CachedBlocks
-from worker_client.steps.host_moves import HostMoves, MovedBlocks
 
 
 class TierSlots:
-    """See OutsideBlocks: slots and their contents, the least recently used first. A key names
-    contents: it has a block's hash and KV group. All keys have one length. Owned by OutsidePlace,
+    """See OutsidePlace: slots and their contents, the least recently used first. A key names
+    contents: it has a block's hash and KV group. All keys have one length. Owned by OutsideBlocks,
     or by vLLM's side.
 
     Contents that are loaded stay in their slot: when their block is evicted again, nothing has to
@@ -60,11 +60,15 @@ class TierSlots:
         # Of several loads of a block, the last counts.
         self._loads[block_id] = (self._slot_of[key], key)
 
+    def cancel_load(self, block_id: int) -> None:
+        """See OutsidePlace."""
+        self._loads.pop(block_id, None)
+
     def offer(self, key: bytes, block_id: int) -> None:
-        """See OutsideBlocks. Blocks are stored when they are evicted."""
+        """See OutsidePlace. Blocks are stored when they are evicted."""
 
     def blocks_lost(self) -> None:
-        """See OutsideBlocks. Nothing is stored without a step."""
+        """See OutsidePlace. Nothing is stored without a step."""
 
     def evict(self, key: bytes, block_id: int) -> None:
         """Store the contents that a block is about to lose, unless they are there."""

@@ -1,5 +1,5 @@
-"""A place outside of the KV cache for the contents of blocks, as the prefix cache sees it. A key is
-a block's hash and a byte for its KV group."""
+"""The contents of blocks outside of the KV cache, as the prefix cache sees them: in the ranks' host
+memory, in files, in both or in neither. A key is a block's hash and a byte for its KV group."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
@@ -12,8 +12,8 @@ from worker_client.scheduler_output import SchedulerOutput, StepValues
 from worker_client.steps.cached_blocks import CachedBlocks
 
 
-class OutsideBlocks(Protocol):
-    """Contents that the next step can load, and those that it stores."""
+class OutsidePlace(Protocol):
+    """One place: contents that the next step can load, and those that it stores."""
 
     @property
     def room(self) -> int:
@@ -28,12 +28,15 @@ class OutsideBlocks(Protocol):
     def load(self, key: bytes, block_id: int) -> None:
         """Load contents that are kept into a block with the next step."""
 
+    def cancel_load(self, block_id: int) -> None:
+        """Undo load(): the block is filled from another place."""
+
     def offer(self, key: bytes, block_id: int) -> None:
         """Note that a block has contents that a request has sampled a token from, and keeps them
         until the next step at least."""
 
     def evict(self, key: bytes, block_id: int) -> None:
-        """Note that a block loses its contents with the next step."""
+        """Note that a block, which has these contents, loses them with the next step."""
 
     def take_moves(self, tag: bytes) -> tuple[StepValues, ...]:
         """Return what the step that is sent now moves. tag: of the hashes."""
@@ -51,28 +54,42 @@ class OutsideBlocks(Protocol):
         """Forget all contents."""
 
 
-class OutsidePlace:
-    """The place that a scheduler's limits name: the ranks' host memory, files, or none. Owned by a
-    scheduler, and belongs to its thread."""
+class OutsideBlocks:
+    """The places that a scheduler's limits name, in the order in which contents are taken from
+    them: host memory, then files. Owned by a scheduler, and belongs to its thread. Methods without
+    a docstring are those of OutsidePlace, for all places.
+
+    A step does all stores before all loads, of whatever places: so a block that the next step loads
+    does not have its contents yet.
+    """
 
     def __init__(self, limits: SchedulerLimits) -> None:
-        """Without a prefix cache nothing is moved: then there is none."""
+        """Without a prefix cache nothing is moved: then there is no place."""
         self.tier: TierSlots | None = None
         self.files: FetchedBlocks | None = None
+        self._places: list[OutsidePlace] = []
         if limits.num_host_blocks and limits.shares_prefixes:
             self.tier = TierSlots(limits.num_host_blocks)
-        elif limits.has_kv_files and limits.shares_prefixes:
+            self._places.append(self.tier)
+        if limits.has_kv_files and limits.shares_prefixes:
             self.files = FetchedBlocks()
-        self.blocks: OutsideBlocks | None = self.files if self.tier is None else self.tier
-        """The one that there is."""
+            self._places.append(self.files)
+        self._loads: dict[int, OutsidePlace] = {}
+        """Sources of what the next step loads, by block."""
+        self._pinned: dict[str, list[bytes]] = {}
+        """Contents in host memory that wait for others to be read from files, by request."""
+
+    @property
+    def if_any(self) -> "OutsideBlocks | None":
+        """This object; None if there is no place."""
+        return self if self._places else None
 
     @property
     def on_evict(self) -> OnEvict | None:
         """Callback of a pool, for the contents that its allocations take."""
-        blocks = self.blocks
-        if blocks is None:
+        if not self._places:
             return None
-        return lambda block_id, group, name: blocks.evict(key_of(group, name), block_id)
+        return lambda block_id, group, name: self.evict(key_of(group, name), block_id)
 
     @property
     def has_moves(self) -> bool:
@@ -80,23 +97,92 @@ class OutsidePlace:
         wait."""
         return self.tier is not None and self.tier.has_moves
 
-    def take_moves(self, tag: bytes) -> tuple[StepValues, ...]:
-        """Return what the step that is sent now moves. tag: of the hashes."""
-        return () if self.blocks is None else self.blocks.take_moves(tag)
+    @property
+    def room(self) -> int:
+        """Number of blocks that the next step may still load, from any places."""
+        return min(place.room for place in self._places)
 
-    def fail_moves(self, outputs: Iterable[SchedulerOutput]) -> None:
-        """Forget what failed steps, and the one that was being planned, were to move."""
-        if self.blocks is not None:
-            self.blocks.fail(outputs)
+    def __contains__(self, key: bytes) -> bool:
+        return any(key in place for place in self._places)
+
+    def keep(self, keys: Iterable[bytes]) -> None:
+        left = [*keys]
+        for place in self._places:
+            place.keep([key for key in left if key in place])
+            left = [key for key in left if key not in place]
+
+    def load(self, key: bytes, block_id: int) -> None:
+        before = self._loads.get(block_id)
+        if before is not None:
+            before.cancel_load(block_id)
+        place = self._loads[block_id] = next(each for each in self._places if key in each)
+        place.load(key, block_id)
+
+    def offer(self, key: bytes, block_id: int) -> None:
+        for place in self._places:
+            place.offer(key, block_id)
+
+    def evict(self, key: bytes, block_id: int) -> None:
+        if block_id in self._loads:
+            return
+        for place in self._places:
+            place.evict(key, block_id)
+
+    def take_moves(self, tag: bytes) -> tuple[StepValues, ...]:
+        self._loads.clear()
+        return tuple(moves for place in self._places for moves in place.take_moves(tag))
+
+    def fail(self, outputs: Sequence[SchedulerOutput]) -> None:
+        self._loads.clear()
+        for place in self._places:
+            place.fail(outputs)
+
+    def blocks_lost(self) -> None:
+        for place in self._places:
+            place.blocks_lost()
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        lost = [*keys]
+        for place in self._places:
+            place.forget(lost)
 
     def forget_all(self) -> None:
-        """Forget all contents."""
-        if self.blocks is not None:
-            self.blocks.forget_all()
+        for place in self._places:
+            place.forget_all()
+
+    def forget_tier(self) -> None:
+        """Forget what is in host memory: a rank may have lost it."""
+        if self.tier is not None:
+            self.tier.forget_all()
 
     def restore_tier(self, slots: CachedBlocks) -> int:
         """Take the contents of the slots that an earlier driver has filled; return how many."""
         return 0 if self.tier is None else self.tier.restore(slots)
+
+    def forget_fetched(self) -> None:
+        """Forget what was read from files: a rank has lost it."""
+        if self.files is not None:
+            self.files.forget_all()
+
+    def begin_fetch(
+        self, req_id: str, by_group: Sequence[Sequence[bytes]]
+    ) -> Sequence[Sequence[bytes]]:
+        """Return those of the contents a request could begin with that host memory does not have.
+        If there are any, what it has stays there until end_fetch()."""
+        tier = self.tier
+        if tier is None:
+            return by_group
+        lacking = [[key for key in keys if key not in tier] for keys in by_group]
+        if any(lacking):
+            held = [key for keys in by_group for key in keys if tier.pin(key, None) is not None]
+            self._pinned.setdefault(req_id, []).extend(held)
+        return lacking
+
+    def end_fetch(self, req_id: str) -> None:
+        """Let what a request could begin with make room again."""
+        for key in self._pinned.pop(req_id, ()):
+            assert self.tier is not None
+            self.tier.unpin(key)
 
     def note_fetched(self, keys: Iterable[bytes]) -> None:
         """Note contents that all ranks have read from files."""

@@ -11,9 +11,9 @@ from worker_client.scheduler.block_hashes import HASH_BYTES, BlockHashes
 from worker_client.scheduler.block_pool import BlockPool
 from worker_client.scheduler.filed_blocks import FetchedBlocks
 from worker_client.scheduler.interface import SchedulerLimits
-from worker_client.scheduler.outside_blocks import OutsideBlocks, OutsidePlace, key_of, keys_of
+from worker_client.scheduler.outside_blocks import OutsideBlocks, key_of, keys_of
 from worker_client.scheduler.prefix_search import OUTSIDE, Prefix
-from worker_client.scheduler.request import Request
+from worker_client.scheduler.request import Request, RequestPrefix
 from worker_client.steps.cached_blocks import CachedBlocks
 
 
@@ -31,14 +31,14 @@ class PrefixCache:
     come (Request.prefix). Owned by a scheduler. References to blocks are RequestBlocks' affair."""
 
     def __init__(
-        self, limits: SchedulerLimits, hashes: BlockHashes, pool: BlockPool, place: OutsidePlace
+        self, limits: SchedulerLimits, hashes: BlockHashes, pool: BlockPool, outside: OutsideBlocks
     ) -> None:
         self.unit = hashes.unit
         """Tokens per hash: a request that gains as many has more to remember."""
         self._hashes = hashes
         self._pool = pool
-        self._outside: OutsideBlocks | None = place.blocks
-        self._files: FetchedBlocks | None = place.files
+        self._outside = outside.if_any
+        self._files = outside.files
         self._num_groups = len(limits.block_groups)
         self._every = limits.checkpoint_blocks
         self._is_enabled = limits.shares_prefixes
@@ -52,7 +52,7 @@ class PrefixCache:
         own.num_remembered = own.num_shared = own.num_offered = known
         if self._outside is None or not known:
             return prefix.by_group
-        return self._load(self._outside, own.hashes, prefix.by_group)
+        return self._load(self._outside, own, prefix.by_group)
 
     def adopt(self, request: Request) -> None:
         """Let others begin with the full blocks of a request that another driver has left."""
@@ -158,25 +158,29 @@ class PrefixCache:
     def _load(
         self,
         outside: OutsideBlocks,
-        hashes: Sequence[bytes],
+        own: RequestPrefix,
         by_group: Sequence[Sequence[int]],
     ) -> list[list[int]]:
         """Let the next step load what a request begins with and no block has, into blocks that
         others may share at once; return the blocks with these. They have no reference yet."""
         found = [list(own) for own in by_group]
         lacking = [
-            (group, index, self._hashes.at(hashes, group, index))
-            for group, own in enumerate(by_group)
-            for index, block_id in enumerate(own)
+            (group, index, self._hashes.at(own.hashes, group, index))
+            for group, block_ids in enumerate(by_group)
+            for index, block_id in enumerate(block_ids)
             if block_id == OUTSIDE
         ]
         # Allocations evict blocks: neither what is there nor what is outside may go.
-        for own in by_group:
-            self._pool.hold([i for i in own if i != OUTSIDE])
+        for block_ids in by_group:
+            self._pool.hold([i for i in block_ids if i != OUTSIDE])
         outside.keep(key_of(group, block_hash) for group, _, block_hash in lacking)
         for group, index, block_hash in lacking:
             (block_id,) = self._pool.allocate(1)
-            outside.load(key_of(group, block_hash), block_id)
+            key = key_of(group, block_hash)
+            if self._files is not None and key not in self._files:
+                # Host memory may have what is in no file: from another group, for example.
+                own.num_offered = min(own.num_offered, index * self._hashes.strides[group])
+            outside.load(key, block_id)
             self._pool.remember(group, block_id, block_hash)
             found[group][index] = block_id
         for block_ids in found:

@@ -32,7 +32,7 @@ from worker_client.scheduler.interface import (
 )
 from worker_client.scheduler.new_requests import adopted_request, new_request
 from worker_client.scheduler.open_steps import OpenSteps
-from worker_client.scheduler.outside_blocks import OutsidePlace
+from worker_client.scheduler.outside_blocks import OutsideBlocks
 from worker_client.scheduler.planning import Step
 from worker_client.scheduler.prefix_cache import CachedChanges, PrefixCache
 from worker_client.scheduler.prefix_search import PrefixSearch
@@ -83,16 +83,16 @@ class Scheduler:
         """
         self._limits = limits
         self._texts = texts
-        self._place = OutsidePlace(limits)
+        self._outside = OutsideBlocks(limits)
         self._hashes = BlockHashes(limits)
         self._pool = BlockPool(
             limits.num_blocks,
             len(limits.block_groups),
             limits.checkpoint_blocks,
-            self._place.on_evict,
+            self._outside.on_evict,
         )
-        self._search = PrefixSearch(limits, self._hashes, self._pool, self._place.blocks)
-        self._prefixes = PrefixCache(limits, self._hashes, self._pool, self._place)
+        self._search = PrefixSearch(limits, self._hashes, self._pool, self._outside.if_any)
+        self._prefixes = PrefixCache(limits, self._hashes, self._pool, self._outside)
         self._blocks = RequestBlocks(limits, self._pool, self._prefixes)
         self._weights = SamplingWeights()
         num_stages, num_tokens = limits.pipeline_parallel_size, limits.max_num_batched_tokens
@@ -185,6 +185,7 @@ class Scheduler:
 
     def release_request(self, req_id: str) -> None:
         """Admit a held request as any other; see HoldingScheduler."""
+        self._outside.end_fetch(req_id)
         self._queues.release(req_id)
 
     def pause_request(self, req_id: str) -> None:
@@ -254,7 +255,7 @@ class Scheduler:
             # Once all is done, send ended requests and moves to the workers, else with a later
             # step. A result must come for those that their deadlines have ended.
             all_done = not self._queues.unfinished
-            must_tell = self._exits.dropped or self._place.has_moves
+            must_tell = self._exits.dropped or self._outside.has_moves
             must_send = self._overdue or (all_done and must_tell)
             if self._steps.numbers or not must_send:
                 return None
@@ -298,7 +299,7 @@ class Scheduler:
             num_drafts=decoded.num_drafts,
             draft_token_ids=brought,
             skip_drafts=self._draft_lengths is not None and not self._draft_lengths.asks,
-            extensions=self._place.take_moves(self._hashes.tag),
+            extensions=self._outside.take_moves(self._hashes.tag),
         )
 
     def update_from_output(
@@ -365,7 +366,7 @@ class Scheduler:
         self._weights.set_version(version.number, unfinished)
         if self._hashes.use_weights(version.key, unfinished):
             self.forget_prefixes()
-            self._place.forget_all()
+            self._outside.forget_all()
 
     def share_recomputed(self) -> None:
         """Share the blocks of running requests, again; see RecomputingScheduler."""
@@ -408,11 +409,12 @@ class Scheduler:
     @property
     def exchange(self) -> HostBlockExchange | None:
         """Blocks that other groups get and give; see ExchangingScheduler."""
-        tier = self._place.tier
+        tier = self._outside.tier
         if tier is None:
             return None
         names = ContentNames(self._limits.block_groups, self._hashes.contents_tag)
-        return HostBlockExchange(tier, self._pool, self._keys_of, names)
+        files = self._outside.files
+        return HostBlockExchange(tier, self._pool, self._keys_of, names, files)
 
     def _keys_of(self, req_id: str) -> list[bytes]:
         return self._search.keys_of(self._queues.unfinished[req_id])
@@ -420,20 +422,20 @@ class Scheduler:
     @property
     def has_host_tier(self) -> bool:
         """True if evicted blocks go to host memory; see TieredScheduler."""
-        return self._place.tier is not None
+        return self._outside.tier is not None
 
     def restore_host_tier(self, slots: CachedBlocks) -> int:
         """Continue with the host memory of an earlier driver; see TieredScheduler."""
-        return self._place.restore_tier(slots)
+        return self._outside.restore_tier(slots)
 
     def forget_host_tier(self) -> None:
         """Drop what is in host memory; see TieredScheduler."""
-        self._place.forget_all()
+        self._outside.forget_tier()
 
     @property
     def has_kv_files(self) -> bool:
         """True if blocks are kept in files; see FetchingScheduler."""
-        return self._place.files is not None
+        return self._outside.files is not None
 
     def may_fetch(self, req_id: str) -> bool:
         """Return True if a request could be admitted next; see FetchingScheduler."""
@@ -443,19 +445,22 @@ class Scheduler:
     def lacking_blocks(self, req_id: str, *, windowed: bool) -> Sequence[Sequence[bytes]]:
         """Return what a waiting request could begin with; see FetchingScheduler."""
         request = self._queues.unfinished.get(req_id)
-        return [] if request is None else self._search.find_lacking(request, windowed=windowed)
+        if request is None:
+            return []
+        by_group = self._search.find_lacking(request, windowed=windowed)
+        return self._outside.begin_fetch(req_id, by_group)
 
     def note_fetched(self, hashes: Sequence[bytes]) -> None:
         """Note blocks that all ranks have read from files; see FetchingScheduler."""
-        self._place.note_fetched(hashes)
+        self._outside.note_fetched(hashes)
 
     def forget_fetched(self) -> None:
         """Drop them; see FetchingScheduler."""
-        self._place.forget_all()
+        self._outside.forget_fetched()
 
     def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
         """Roll back failed steps: lost requests wait again, in order of arrival."""
-        self._place.fail_moves(outputs)
+        self._outside.fail(outputs)
         self._steps.fail(len(outputs))
         running = self._queues.running
         for req_id in lost_req_ids:

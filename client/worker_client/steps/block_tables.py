@@ -2,6 +2,7 @@
 message, the length of each block table, and who may write to which block (block_holders.py)."""
 
 from array import array
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain, product
@@ -260,16 +261,21 @@ class BlockTables:
     def _filled_fault(
         self, filled: Sequence[int], ended: Sequence[int], num_computed: Int32s
     ) -> StepFault | None:
-        """Check that no request which goes on has a block that the step fills."""
+        """Check that no request which goes on has a block that the step fills, and that it fills
+        none twice."""
         if self._holders is None:
             return None
         self._holders.leave_behind(num_computed)
         with self._holders.without(ended) if ended else nullcontext():
             held = self._holders.first_held(filled)
-        if held is None:
-            return None
-        fix = "fill blocks that exist and that no request has"
-        return StepFault("a request has a block that is to be filled", "extensions", held, fix)
+        if held is not None:
+            fix = "fill blocks that exist and that no request has"
+            return StepFault("a request has a block that is to be filled", "extensions", held, fix)
+        if len({*filled}) < len(filled):
+            twice, _ = Counter(filled).most_common(1)[0]
+            fix = "fill it once in a step"
+            return StepFault("a block is to be filled twice", "extensions", twice, fix)
+        return None
 
     def apply(self, checked: CheckedBlocks, slots: Sequence[int]) -> None:
         """Account for the blocks of a checked step, which begins requests in these free slots."""

@@ -11,7 +11,7 @@ from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.kv_cache import NULL_BLOCK, BlockGroup, blocks_behind
 from worker_client.group.prefixes import GroupPrefixes
 from worker_client.scheduler.host_tier import TierSlots
-from worker_client.steps.host_moves import HostMoves
+from worker_client.steps.block_moves import HostMoves
 from worker_client.vllm.prefix_notes import tag_of
 from worker_client.vllm.settings import LOGGER
 

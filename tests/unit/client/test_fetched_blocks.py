@@ -10,7 +10,7 @@ from tests.support.exhaustive import seeds
 from worker_client.scheduler import filed_blocks
 from worker_client.scheduler.filed_blocks import FetchedBlocks
 from worker_client.scheduler_output import SchedulerOutput
-from worker_client.steps.kv_file_moves import HashedBlocks, KVFileMoves
+from worker_client.steps.block_moves import HashedBlocks, KVFileMoves
 
 TAG = b"tag"
 NUM_BLOCKS = 12

@@ -9,9 +9,14 @@ import pytest
 from rpc_schema.errors import CommError
 from tests.support.serving import greedy_request
 from worker_client.driver_parts import kv_files
+from worker_client.driver_parts.driver_parts import DriverParts
+from worker_client.driver_parts.interface import DriverPart
 from worker_client.driver_parts.kv_files import kv_files_parts
+from worker_client.driver_parts.live_requests import LiveRequests
+from worker_client.errors import RequestError
 from worker_client.group.kv_files import FetchProgress
 from worker_client.scheduler import Scheduler, SchedulerLimits
+from worker_client.tracing.run_times import RunTimes
 
 
 class Files:
@@ -29,6 +34,18 @@ class Files:
         return answer
 
 
+class Behind(DriverPart):
+    """A feature that hears of requests after the files."""
+
+    def __init__(self, error=None):
+        self.error, self.heard = error, []
+
+    def queued(self, request):
+        self.heard.append(request.id)
+        if self.error is not None:
+            raise self.error
+
+
 def scheduler(**fields):
     usual = {
         "max_num_seqs": 4,
@@ -41,17 +58,21 @@ def scheduler(**fields):
     return Scheduler(SchedulerLimits(**{**usual, **fields}))
 
 
-def made(*answers, **fields):
+def made(*answers, behind=None, **fields):
     files, own = Files(*answers), scheduler(**fields)
-    context = SimpleNamespace(group=SimpleNamespace(kv_files=files), scheduler=own)
+    requests = LiveRequests(own, RunTimes(None))
+    context = SimpleNamespace(
+        group=SimpleNamespace(kv_files=files), scheduler=own, requests=requests
+    )
     (part,) = kv_files_parts(context)
+    requests.serve_with(DriverParts([part] if behind is None else [part, behind]))
+    part.requests = requests
     return part, own, files
 
 
 def queue(part, own, name="a", length=17):
     request = greedy_request(name, np.arange(1, length + 1).tolist(), 4)
-    own.add_request(request)
-    part.queued(request)
+    part.requests.add(request)
 
 
 def test_a_request_waits_for_what_all_ranks_have_read():
@@ -72,6 +93,28 @@ def test_a_request_waits_for_what_all_ranks_have_read():
     assert moves.loaded.block_ids == tuple(new.block_ids[:3])
     assert step.num_scheduled_tokens == {"a": 5}
     assert not part.wait()
+
+
+def test_other_features_hear_of_a_request_once_its_files_are_read():
+    behind = Behind()
+    waits, done = FetchProgress(1, is_done=False), FetchProgress(3, is_done=True)
+    part, own, _ = made(waits, done, behind=behind)
+    queue(part, own)
+    queue(part, own, "short", length=4)
+    part.attend()
+    assert behind.heard == ["short"]
+    part.attend()
+    assert behind.heard == ["short", "a"]
+
+
+def test_a_request_ends_if_another_feature_fails_then():
+    error = RequestError("no", field="id", value="a", fix="another")
+    part, own, _ = made(FetchProgress(4, is_done=True), behind=Behind(error))
+    queue(part, own)
+    part.attend()
+    (output,) = part.requests.take_ended()
+    assert (output.req_id, output.refusal) == ("a", error)
+    assert not own.has_unfinished_requests()
 
 
 def test_short_requests_do_not_wait():

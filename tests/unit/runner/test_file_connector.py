@@ -19,6 +19,7 @@ from worker_daemon.runner.connectors.block_identity import BlockIdentity
 from worker_daemon.runner.connectors.file_traffic import FileTraffic
 from worker_daemon.runner.connectors.filed_blocks import FiledBlocks
 from worker_daemon.runner.connectors.files import FileConnector
+from worker_daemon.runner.connectors.kv_connectors import KVConnectors
 from worker_daemon.runner.kv_cache import BlockPages, KVMemory
 from worker_daemon.runner.parts.registry import make_parts
 from worker_daemon.runner.request_state import RequestState
@@ -56,7 +57,7 @@ class Rank:
         self.traffic = FileTraffic(BlockFiles(directory, 1 << 20))
         states = [weights or weights_of()]
         self.filed = FiledBlocks(self.traffic, BlockIdentity(states, layout), 72, page_locks=False)
-        self.connector = FileConnector(blocks, self.filed, self.state)
+        self.connectors = KVConnectors([FileConnector(blocks, self.filed, self.state)])
         self.seq = 0
 
     def __enter__(self):
@@ -70,7 +71,7 @@ class Rank:
         self.seq += 1
         values = self.state.parts.check_step((moves_of(stores, loads),), (), self.state.limits)
         step = self.state.dummy_step(self.seq)._replace(step_values=values)
-        loaded = self.connector.begin(step)
+        loaded = self.connectors.begin(step)
         return [] if loaded is None else loaded.invalid_blocks.tolist()
 
     def settle(self):

@@ -67,18 +67,22 @@ class FileConnector:
         """See KVConnector."""
         return self._blocks
 
-    def begin(self, step: ScheduledStep) -> Loaded | None:
+    def store(self, step: ScheduledStep) -> None:
         """See KVConnector."""
         self._count_known()
-        moves: FiledMoves | None = self._state.parts.step_value(FileMoves, step.step_values)
+        moves = self._moves_of(step)
         if moves is None:
-            return None
-        self._state.contents.write(moves.load_blocks, step.seq)
+            return
         self._staging.begin_arrivals()
         if moves.store_blocks.size:
             self._store(moves.store_blocks, self._names(moves.tag, moves.store_hashes))
-        if not moves.load_blocks.size:
+
+    def load(self, step: ScheduledStep) -> Loaded | None:
+        """See KVConnector."""
+        moves = self._moves_of(step)
+        if moves is None or not moves.load_blocks.size:
             return None
+        self._state.contents.write(moves.load_blocks, step.seq)
         names = self._names(moves.tag, moves.load_hashes)
         fetched = list(map(self._traffic.take, names))
         are_held = np.array([each is not None for each in fetched])
@@ -91,6 +95,10 @@ class FileConnector:
     def settle(self) -> None:
         """See KVConnector."""
         self._staging.settle()
+
+    def _moves_of(self, step: ScheduledStep) -> FiledMoves | None:
+        moves: FiledMoves | None = self._state.parts.step_value(FileMoves, step.step_values)
+        return moves
 
     def _names(self, tag: bytes, hashes: Hashes) -> list[FileName]:
         return self._blocks.names(tag, [row.tobytes() for row in hashes])

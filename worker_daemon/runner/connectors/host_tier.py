@@ -158,26 +158,33 @@ class HostTier:
             self.counts.num_rejected = kept.entries.num_rejected
             self.counts.file_bytes = kept.entries.file_bytes
 
-    def begin(self, step: ScheduledStep) -> Loaded | None:
+    def store(self, step: ScheduledStep) -> None:
         """See KVConnector."""
         self._count_known()
         self._take_arrivals(step.seq)
-        moves: Moves | None = self._state.parts.step_value(HostTierMoves, step.step_values)
+        moves = self._moves_of(step)
         if moves is None:
-            return None
-        state, tag = self._state, versioned_tag(moves.tag, self._weights.version)
-        state.contents.write(moves.load_blocks, step.seq)
-        are_held = state.host_contents.hold(tag, moves.load_slots, moves.load_hashes)
+            return
         self._staging.begin_arrivals()
-        if moves.store_slots.size:
-            add = self._adding(tag, moves.store_slots, moves.store_hashes, step.seq)
-            numbers = numbers_of(moves.store_hashes)
-            leave = partial(self._leave, moves.store_slots, numbers, add)
-            self._staging.store(moves.store_blocks, leave)
-            state.host_contents.store(tag, moves.store_slots, moves.store_hashes, step.seq)
-            self.counts.num_stored += moves.store_slots.size
-        if not moves.load_slots.size:
+        if not moves.store_slots.size:
+            return
+        tag = versioned_tag(moves.tag, self._weights.version)
+        add = self._adding(tag, moves.store_slots, moves.store_hashes, step.seq)
+        numbers = numbers_of(moves.store_hashes)
+        leave = partial(self._leave, moves.store_slots, numbers, add)
+        self._staging.store(moves.store_blocks, leave)
+        contents = self._state.host_contents
+        contents.store(tag, moves.store_slots, moves.store_hashes, step.seq)
+        self.counts.num_stored += moves.store_slots.size
+
+    def load(self, step: ScheduledStep) -> Loaded | None:
+        """See KVConnector."""
+        moves = self._moves_of(step)
+        if moves is None or not moves.load_slots.size:
             return None
+        tag = versioned_tag(moves.tag, self._weights.version)
+        self._state.contents.write(moves.load_blocks, step.seq)
+        are_held = self._state.host_contents.hold(tag, moves.load_slots, moves.load_hashes)
         arrive = partial(self._arrive, moves.load_slots, numbers_of(moves.load_hashes))
         loaded = self._staging.load(moves.load_blocks, are_held, arrive)
         self.counts.num_loaded += moves.load_slots.size
@@ -194,6 +201,10 @@ class HostTier:
         """Returns True if what was stored so far is in host memory: for any thread. It holds none
         of the tier's memory."""
         return self._staging.have_left
+
+    def _moves_of(self, step: ScheduledStep) -> Moves | None:
+        moves: Moves | None = self._state.parts.step_value(HostTierMoves, step.step_values)
+        return moves
 
     def _take_arrivals(self, seq: int) -> None:
         """Note what has come from other groups before the step of this seq."""

@@ -1,5 +1,5 @@
 """The interface of a KV connector: what moves whole blocks between the KV cache and another place,
-at the borders of steps. A runner has one or none; a step that moves nothing does not call it.
+at the borders of steps. A runner has one for each place (kv_connectors.py).
 
 A connector checks nothing that differs between ranks before a step runs, and refuses no step: a
 block that it cannot deliver is filled with NaN, so that every rank learns of it by the logits.
@@ -52,14 +52,17 @@ class KVConnector(Protocol):
     def counts(self) -> object:
         """Its counts, for any thread. They outlive it, and hold none of its memory."""
 
-    def begin(self, step: ScheduledStep) -> Loaded | None:
-        """Start what an accepted step moves: launches only, in the order of the device's work. What
-        it stores is read before the step writes to it, and what it loads is there before the step
-        reads it. Return its loads, if there are any. Not called again for the step.
+    def store(self, step: ScheduledStep) -> None:
+        """Start what an accepted step stores: launches only, in the order of the device's work. It
+        is read before the step loads or writes to it. Called once for the step.
 
-        What this raises fails the step. Then, as if a later part of the step had failed, nothing
-        that it has stored is kept (BlockContents.fail).
+        What this raises fails the step, as does load(). Then, as if a later part of the step had
+        failed, nothing that it has stored is kept (BlockContents.fail).
         """
+
+    def load(self, step: ScheduledStep) -> Loaded | None:
+        """Start what it loads, after the stores of all connectors: it is there before the step
+        reads it. Return the loads, if there are any."""
 
     def settle(self) -> None:
         """Wait for all copies, before memory is freed."""

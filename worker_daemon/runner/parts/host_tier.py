@@ -29,6 +29,7 @@ class HostTierPart(StepPart):
     step_extension = HostTierMoves
     in_sampling = False
     may_come_later = False
+    loads_blocks = True
 
     @classmethod
     def serves(cls, context: PartContext) -> bool:
@@ -60,6 +61,9 @@ class HostTierPart(StepPart):
             load_slots,
             read_hashes("load_hashes", extension.load_hashes, load_blocks.size, width),
         )
+
+    def loaded_blocks(self, step_values: Moves) -> Int32s:
+        return step_values.load_blocks
 
 
 def _slots(field: str, raw: bytes, block_ids: Int32s, limits: StepLimits) -> Int32s:

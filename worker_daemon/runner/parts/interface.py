@@ -135,6 +135,8 @@ class StepPart:
     """Extension of steps that use the part; None if steps carry none."""
     may_come_later: ClassVar[bool] = True
     """False if a SampleTokens cannot have the step_extension: it acts before the forward pass."""
+    loads_blocks: ClassVar[bool] = False
+    """True if a step with the part's extension may fill blocks before its forward pass."""
     heaviest: ClassVar[RequestExtension | None] = None
     """Extension of requests in the memory profile and in warm-up; None: the part is not
     profiled."""
@@ -184,6 +186,11 @@ class StepPart:
         """Check a step's extension, and return the value that `adjust_logits` receives. frames: the
         extension's array frames. Raises as check does."""
         return extension
+
+    def loaded_blocks(self, step_values: Any) -> Int32s:
+        """Return the blocks that a step fills before its forward pass, by the value that check_step
+        returned for its extension. Called if `loads_blocks`."""
+        raise NotImplementedError
 
     def check_drafts(self, step_values: Any, slots: Int64s, drafts: Int32s) -> None:
         """Check the value that check_step returned against the drafts [B] of the slots [B] that it

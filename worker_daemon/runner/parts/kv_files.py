@@ -10,6 +10,7 @@ import numpy as np
 
 from rpc_schema.codec import Frame
 from rpc_schema.kv_files import FileMoves
+from worker_daemon.contracts.arrays import Int32s
 from worker_daemon.runner.connectors.files import FiledMoves
 from worker_daemon.runner.parts.interface import PartContext, StepPart
 from worker_daemon.runner.parts.moved_blocks import check_unique, read_blocks, read_hashes
@@ -22,6 +23,7 @@ class KVFilesPart(StepPart):
     step_extension = FileMoves
     in_sampling = False
     may_come_later = False
+    loads_blocks = True
 
     @classmethod
     def serves(cls, context: PartContext) -> bool:
@@ -50,3 +52,6 @@ class KVFilesPart(StepPart):
             load_blocks,
             load_hashes,
         )
+
+    def loaded_blocks(self, step_values: FiledMoves) -> Int32s:
+        return step_values.load_blocks

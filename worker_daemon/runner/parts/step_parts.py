@@ -27,6 +27,7 @@ from worker_daemon.runner.parts.interface import (
     StepPart,
     TokenChooser,
 )
+from worker_daemon.runner.parts.moved_blocks import check_unique
 from worker_daemon.runner.sample_rows import BY_LOGITS, SampleRows
 from worker_daemon.runner.scheduled_step import (
     NO_STEP_VALUES,
@@ -151,6 +152,7 @@ class StepParts:
             return NO_STEP_VALUES
         _check_unique("extensions", extensions)
         data: list[tuple[int, Any]] = []
+        loaded: list[Int32s] = []
         first = 0
         for extension in extensions:
             member = self._of_step.get(type(extension))
@@ -159,8 +161,13 @@ class StepParts:
                 raise invalid("extensions", type(extension).__name__, fix)
             bit, part = member
             own = frames[first : first + extension.num_frames]
-            data.append((bit, part.check_step(extension, own, limits)))
+            value = part.check_step(extension, own, limits)
+            data.append((bit, value))
+            if part.loads_blocks:
+                loaded.append(part.loaded_blocks(value))
             first += extension.num_frames
+        if len(loaded) > 1:
+            check_unique("load_blocks", np.concatenate(loaded))
         used = sum(bit for bit, _ in data) & (self.in_sampling | self.in_forward)
         return StepExtensions(used, tuple(data))
 

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from worker_client.steps.host_moves import HostMoves
+from worker_client.steps.block_moves import HostMoves
 from worker_client.vllm.configuration import MEMORY_KEY, host_tier_bytes
 from worker_client.vllm.offloaded_blocks import OffloadedBlocks
 

@@ -1,0 +1,343 @@
+"""The reference scheduler with host memory and files at once, over a rank that does what its steps
+say: requests begin with the right contents from any mixture of places, and what is damaged costs
+only a computation."""
+
+import random
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+
+from rpc_schema.identity import ContentIdentity
+from rpc_schema.kv_cache import NULL_BLOCK, BlockGroup, blocks_behind
+from rpc_schema.step import NO_TOKEN
+from tests.support.exhaustive import seeds
+from tests.support.serving import greedy_request
+from worker_client.driver_parts.driver_parts import DriverParts
+from worker_client.driver_parts.kv_files import kv_files_parts
+from worker_client.driver_parts.live_requests import LiveRequests
+from worker_client.group.kv_files import FetchProgress
+from worker_client.group.weights_state import WeightsVersion
+from worker_client.scheduler import Scheduler, SchedulerLimits
+from worker_client.scheduler.outside_blocks import OutsideBlocks
+from worker_client.scheduler_output import SchedulerOutput, StepResult
+from worker_client.steps.block_moves import HostMoves, KVFileMoves
+from worker_client.steps.cached_blocks import CachedBlocks
+from worker_client.tracing.run_times import RunTimes
+
+BLOCK = 4
+VOCAB = 1000
+DAMAGED = "damaged"
+
+
+def token_behind(tokens, version):
+    """The token that a version of the model samples behind others."""
+    return random.Random(repr((version, tokens))).randrange(VOCAB)
+
+
+class Rank:
+    """KV cache, host memory and files: what each block has of each of its positions, which is the
+    weights' version and all tokens up to there, or DAMAGED."""
+
+    def __init__(self, rng, groups):
+        self.rng, self.groups, self.version = rng, groups, 0
+        self.num_slots = rng.randint(2, 8 * len(groups))
+        self.blocks, self.slots, self.files, self.fetched = {}, {}, {}, {}
+        self.contents = {}
+        """What each key stands for."""
+        self.rows = {}
+        """Tokens, blocks of each group, and number of computed tokens, by request."""
+        self.counts = dict.fromkeys(("tier", "files", "both", "bad"), 0)
+
+    def fetch(self, tag, hashes):
+        """The group's part: some reads take their time."""
+        if self.rng.random() < 0.3:
+            return FetchProgress(0, is_done=False)
+        there = [key in self.files for key in hashes]
+        num_ready = there.index(False) if False in there else len(there)
+        for key in hashes[:num_ready]:
+            self.fetched[key] = self.files[key]
+        return FetchProgress(num_ready, is_done=True)
+
+    def run(self, output):
+        """Do a step; return its result."""
+        for req_id in (*output.finished_req_ids, *output.preempted_req_ids):
+            self.rows.pop(req_id, None)
+        invalid = self._move(output.extensions)
+        for new in output.scheduled_new_reqs:
+            tables = [[*each] for each in (new.block_ids, *new.more_block_ids)]
+            self.rows[new.req_id] = [new.token_ids.tolist(), tables, new.num_computed_tokens]
+            for table, group in zip(tables, self.groups, strict=True):
+                behind = blocks_behind(new.num_computed_tokens, group)
+                assert all(b == NULL_BLOCK for b in table[:behind])
+        for group, given in enumerate((output.new_block_ids, *output.more_new_block_ids)):
+            for req_id, block_ids in given.items():
+                self.rows[req_id][1][group] += block_ids
+        counts = dict.fromkeys(output.decode_req_ids, 1) | dict(output.num_scheduled_tokens)
+        sampled = {req_id: self._compute(req_id, count) for req_id, count in counts.items()}
+        sampled = {req_id: token for req_id, token in sampled.items() if token is not None}
+        return StepResult(
+            [*sampled], [*sampled.values()], invalid_blocks=invalid, weights_version=self.version
+        )
+
+    def _move(self, extensions):
+        moves = {type(each): each for each in extensions}
+        host, filed = moves.get(HostMoves), moves.get(KVFileMoves)
+        loads = [block for each in moves.values() for block in each.loaded.block_ids]
+        assert len({*loads}) == len(loads)
+        if host is not None:
+            for block, slot, key in zip(*host.stored, strict=True):
+                self.slots[slot] = key, self._stored(block, key)
+        if filed is not None:
+            for block, key in zip(*filed.stored, strict=True):
+                self.files.setdefault(key, self._stored(block, key))
+        if host is not None:
+            assert not {*host.stored.slots} & {*host.loaded.slots}
+            for block, slot, key in zip(*host.loaded, strict=True):
+                held, content = self.slots[slot]
+                assert held == key
+                self.blocks[block] = [*content]
+                self.counts["tier"] += 1
+        if filed is not None:
+            for block, key in zip(*filed.loaded, strict=True):
+                self.blocks[block] = [*self.fetched.pop(key)]
+                self.counts["files"] += 1
+                if DAMAGED in self.blocks[block]:
+                    self.files.pop(key, None)
+            self.counts["both"] += bool(host is not None and host.loaded[0] and filed.loaded[0])
+        bad = [block for block in loads if DAMAGED in self.blocks[block]]
+        self.counts["bad"] += len(bad)
+        return bad
+
+    def _stored(self, block, key):
+        """The contents that a block loses, which are those of its key."""
+        content = [*self.blocks[block]]
+        if DAMAGED not in content:  # it was loaded like that, and its requests have not told yet
+            assert None not in content
+            assert self.contents.setdefault(key, content) == content
+        return content
+
+    def _compute(self, req_id, count):
+        """Compute tokens of a request; return the sampled one, if there is one."""
+        tokens, tables, first = row = self.rows[req_id]
+        is_damaged = False
+        for table, group in zip(tables, self.groups, strict=True):
+            for at in range(blocks_behind(first, group) * BLOCK, first):
+                found = self.blocks[table[at // BLOCK]][at % BLOCK]
+                is_damaged |= found == DAMAGED
+                assert found in (DAMAGED, (self.version, *tokens[: at + 1])), (req_id, at)
+        for at in range(first, first + count):
+            known = DAMAGED if is_damaged else (self.version, *tokens[: at + 1])
+            for table in tables:
+                if table[at // BLOCK] != NULL_BLOCK:
+                    if at % BLOCK == 0:
+                        self.blocks[table[at // BLOCK]] = [None] * BLOCK
+                    self.blocks[table[at // BLOCK]][at % BLOCK] = known
+        row[2] = first + count
+        if row[2] < len(tokens):
+            return None
+        token = NO_TOKEN if is_damaged else token_behind(tokens, self.version)
+        tokens.append(token)
+        return token
+
+    def damage(self):
+        """Change a slot, a file, or what was read of one."""
+        place = self.rng.choice([self.slots, self.files, self.fetched])
+        if place:
+            at = self.rng.choice(sorted(place))
+            if place is self.slots:
+                place[at] = place[at][0], [DAMAGED] * BLOCK
+            else:
+                place[at] = [DAMAGED] * BLOCK
+
+    def lose(self):
+        """Remove a file, as for want of room."""
+        if self.files:
+            del self.files[self.rng.choice(sorted(self.files))]
+
+    @property
+    def held(self):
+        """The slots, as a new driver finds them."""
+        slots = sorted(self.slots)
+        return CachedBlocks.of(slots, [self.slots[slot][0] for slot in slots])
+
+
+def use_weights(rank, scheduler):
+    """Tell a scheduler of the weights of now."""
+    identity = ContentIdentity(content=b"weights")
+    scheduler.use_weights(WeightsVersion(rank.version, identity))
+
+
+def new_driver(rank, num_blocks, **fields):
+    """A scheduler, its requests and its part for files."""
+    limits = SchedulerLimits(
+        max_num_seqs=4,
+        max_num_batched_tokens=24,
+        max_model_len=64,
+        num_blocks=num_blocks,
+        block_size=BLOCK,
+        groups=rank.groups,
+        num_host_blocks=rank.num_slots,
+        has_kv_files=True,
+        pipeline_parallel_size=rank.rng.choice([1, 2]),
+        **fields,
+    )
+    scheduler = Scheduler(limits)
+    use_weights(rank, scheduler)
+    scheduler.restore_host_tier(rank.held)
+    requests = LiveRequests(scheduler, RunTimes(None))
+    context = SimpleNamespace(
+        group=SimpleNamespace(kv_files=rank), scheduler=scheduler, requests=requests
+    )
+    (part,) = kv_files_parts(context)
+    requests.serve_with(DriverParts([part]))
+    return scheduler, requests, part
+
+
+def run(rng, rank, scheduler, part, trouble=0.2):
+    """Run all requests, with several steps in flight; return their outputs. trouble: chance that
+    something is damaged or removed before a step."""
+    in_flight, outputs = deque(), {}
+    while scheduler.has_unfinished_requests():
+        if rng.random() < trouble:
+            rng.choice([rank.damage, rank.lose])()
+        part.attend()
+        step = scheduler.schedule() if len(in_flight) < 3 else None
+        if step is not None:
+            in_flight.append((step, rank.run(step)))
+        if in_flight and (step is None or rng.random() < 0.5):
+            outputs |= {o.req_id: o for o in scheduler.update_from_output(*in_flight.popleft())}
+    for left in in_flight:
+        scheduler.update_from_output(*left)
+    return outputs
+
+
+KINDS = {
+    "plain": (BlockGroup(BLOCK),),
+    "windows": (BlockGroup(BLOCK), BlockGroup(BLOCK, 9), BlockGroup(BLOCK, 9)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", seeds(5, of=1000))
+def test_requests_begin_with_what_they_need_from_any_mixture_of_places(seed, kind):
+    rng = random.Random(seed)
+    rank = Rank(rng, KINDS[kind])
+    stems = [[rng.randrange(VOCAB) for _ in range(rng.randint(8, 30))] for _ in range(4)]
+    for driver in range(3):
+        num_blocks = rng.randint(16, 24) * len(rank.groups)
+        scheduler, requests, part = new_driver(rank, num_blocks)
+        for wave in range(12):
+            wanted = {}
+            for number in range(rng.randint(1, 5)):
+                tail = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))]
+                prompt = [*rng.choice(stems), *tail]
+                name = f"{driver}-{wave}-{number}"
+                wanted[name] = tokens = [*prompt]
+                request = greedy_request(name, prompt, rng.randint(1, 9))
+                requests.add(request)
+                for _ in range(request.max_tokens):
+                    tokens.append(token_behind(tokens, rank.version))
+                wanted[name] = tokens[len(prompt) :]
+            outputs = run(rng, rank, scheduler, part)
+            assert {name: out.token_ids for name, out in outputs.items()} == wanted, seed
+            assert scheduler.num_free_blocks == num_blocks - 1, seed
+            if rng.random() < 0.1:
+                rank.version += 1
+                rank.slots.clear()
+                use_weights(rank, scheduler)
+            if rng.random() < 0.2:  # a daemon is replaced
+                part.group_replaced()
+                rank.fetched.clear()
+                scheduler.forget_prefixes()
+                if rng.random() < 0.5:
+                    scheduler.forget_host_tier()
+                    rank.slots.clear()
+        rank.fetched.clear()
+    assert rank.counts["files"] and (rank.counts["tier"] or rank.num_slots < 6), (seed, rank.counts)
+
+
+@pytest.mark.parametrize("seed", seeds(3, of=200))
+def test_a_block_that_is_taken_again_before_its_step_has_one_load_and_no_contents(seed):
+    rng = random.Random(seed)
+    num_blocks, keys = 6, [b"%d" % number for number in range(12)]
+    limits = SchedulerLimits(4, 24, 64, 32, BLOCK, num_host_blocks=5, has_kv_files=True)
+    outside, blocks, slots, fetched = OutsideBlocks(limits), {}, {}, set()
+    num_taken_again = 0
+    for _ in range(200):
+        if rng.random() < 0.5:
+            fetched.update(found := rng.sample(keys, 2))
+            outside.note_fetched(found)
+        planned = dict(blocks)
+        loads = []
+        for block in rng.choices(range(num_blocks), k=rng.randint(1, 5)):
+            if block in planned:  # as the pool does, which has the contents that are to come too
+                outside.evict(planned.pop(block), block)
+            if there := [key for key in keys if key in outside and key not in planned.values()]:
+                planned[block] = key = rng.choice(there)
+                outside.keep([key])
+                outside.load(key, block)
+                num_taken_again += block in loads
+                loads.append(block)
+        if rng.random() < 0.1:
+            outside.fail([SchedulerOutput()])
+            outside.forget_all()
+            fetched.clear()
+            continue
+        moves = {type(each): each for each in outside.take_moves(b"tag")}
+        host, filed = moves.get(HostMoves, HostMoves(b"tag")), moves.get(KVFileMoves)
+        loaded = [*host.loaded.block_ids, *(filed.loaded.block_ids if filed else ())]
+        assert sorted(loaded) == sorted({*loads}), seed
+        for block, slot, key in zip(*host.stored, strict=True):
+            assert blocks[block] == key, seed
+            slots[slot] = key
+        for block, slot, key in zip(*host.loaded, strict=True):
+            assert slots[slot] == key, seed
+            blocks[block] = key
+        for block, key in zip(*filed.loaded, strict=True) if filed else ():
+            fetched.remove(key)
+            blocks[block] = key
+        for block in range(num_blocks):
+            if block not in planned:
+                blocks[block] = b"%d" % rng.randrange(len(keys))
+            assert blocks[block] == planned.get(block, blocks[block]), seed
+    assert num_taken_again, seed
+
+
+def test_what_is_in_host_memory_is_not_fetched_and_outlives_a_lost_fetch():
+    rank = Rank(random.Random(1), KINDS["plain"])
+    scheduler, requests, part = new_driver(rank, 24)
+    prompt = [*range(1, 22)]
+    scheduler.add_request(greedy_request("a", prompt, 1))
+    ((*own, last),) = scheduler.lacking_blocks("a", windowed=False)
+    scheduler.abort_request("a")
+    scheduler.restore_host_tier(CachedBlocks.of([0, 1], [own[0], own[2]]))
+    rank.slots = {slot: (key, None) for slot, key in enumerate((own[0], own[2]))}
+    rank.files = dict.fromkeys((own[1], own[3], last))
+    requests.add(greedy_request("a", prompt, 1))
+    assert scheduler.exchange.num_slots == 2
+    requests.abort("a")
+    assert scheduler.exchange.num_slots == 0
+    requests.add(greedy_request("a", prompt, 1))
+    while part.wait():
+        part.attend()
+    assert [*rank.fetched] == [own[1], own[3], last]
+    assert scheduler.exchange.num_slots == 0  # none is kept for the request any more
+    part.group_replaced()
+    (new,) = scheduler.schedule().scheduled_new_reqs
+    assert new.num_computed_tokens == BLOCK
+
+
+def test_what_only_host_memory_has_goes_to_files_once_a_token_was_sampled_behind_it():
+    """As it may be from another group, or of a time without files."""
+    rng = random.Random(1)
+    rank, prompt = Rank(rng, KINDS["plain"]), [*range(1, 14)]
+    for _ in range(2):
+        scheduler, requests, part = new_driver(rank, 24)
+        for name in ("a", "b"):  # the steps of the second one store what the first one has
+            requests.add(greedy_request(name, prompt, 1))
+            run(rng, rank, scheduler, part, trouble=0)
+        assert len(rank.files) == 3
+        rank.slots = dict(enumerate(rank.files.items()))
+        rank.files = {}
+    assert rank.counts["tier"] == 3 and rank.counts["files"] == 0
