@@ -98,7 +98,9 @@ def test_a_prefix_in_three_places_gives_the_same_tokens(keeping, checkpoint, pp,
     alone. A bit of the second, and one of the third, change."""
     model = checkpoint()
     stem, other, sent = clear_requests(model, random.randrange(1 << 30))
-    with serving(keeping, model, pp, tp, num_gpu_blocks=32) as (group, loaded):
+    config = {"num_gpu_blocks": 32, "kv_host_memory_bytes": HOST_BYTES // (pp * tp)}
+    with serving(keeping, model, pp, tp, **config) as (group, loaded):
+        assert loaded.num_host_blocks == 8
         driver, loads, outputs = new_driver(group, loaded), Loads(), {}
         run_waves(driver, [[greedy_request("first", stem, 4)]])
         driver.add_request(sent[1])
