@@ -34,6 +34,10 @@ class HostTierMoves(FramedExtension, frozen=True, tag=2, kw_only=True):
     load_slots: MovedNumbers = b""
     """[L]"""
     load_hashes: MovedHashes = b""
+    num_beside: Count = 0
+    """The last so many loads run beside this step and those after it, none of which waits for them
+    but one that gives their blocks to a request, or moves them.
+    ModelRunnerOutput.arrived_blocks tells when they are there."""
 
 
 class HostTierStatus(Value, frozen=True, kw_only=True):

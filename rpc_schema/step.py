@@ -162,7 +162,10 @@ class ModelRunnerOutput(StepReply, frozen=True, tag=1, kw_only=True):
     """Number of the version of the weights that the step ran with."""
     invalid_blocks: RawInt32 = b""
     """Blocks that the step was to load from the host tier (HostTierMoves), and whose contents did
-    not match on this rank."""
+    not match on this rank; with those of arrived_blocks."""
+    arrived_blocks: RawInt32 = b""
+    """Blocks whose loads beside steps (HostTierMoves.num_beside) have ended on this rank since the
+    last reply that named some."""
 
 
 class Done(StepReply, frozen=True, tag=2, kw_only=True):

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from worker_daemon.contracts.block_kernels import BlockKernels
 from worker_daemon.contracts.drafting import TextKernels
 from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.contracts.sampling import Sampling
@@ -17,6 +18,7 @@ from worker_daemon.layers.torch_attention import TorchPagedAttention
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.runner.row_tables import RowKernels, TorchRowKernels
 from worker_daemon.runner.staging import CudaStaging, HostStaging, OpenStaging
+from worker_daemon.runner.torch_blocks import TorchBlockKernels
 from worker_daemon.sample.sampler import TorchSampling
 
 
@@ -29,6 +31,7 @@ class Backend:
     sampling: Sampling
     rows: RowKernels
     texts: TextKernels
+    blocks: BlockKernels
     make_ops: Callable[[], LayerOps]
     """Called once for each stage."""
     make_reducer: MakeReducer | None
@@ -45,6 +48,7 @@ def choose_backend(device: torch.device) -> Backend:
         sampling=TorchSampling(),
         rows=TorchRowKernels(),
         texts=TorchTextKernels(),
+        blocks=TorchBlockKernels(),
         make_ops=TorchOps,
         make_reducer=None,
         open_staging=_host_staging,
@@ -56,6 +60,7 @@ def triton_backend(device: torch.device) -> Backend:
     # Importing Triton takes longer than all our other imports of a CPU daemon.
     from worker_daemon.kernels.gathered_prefill import TritonGathered
     from worker_daemon.kernels.launch import has_dependent_launch
+    from worker_daemon.kernels.moved_blocks import TritonBlockKernels
     from worker_daemon.kernels.ops import TritonOps
     from worker_daemon.kernels.paged_attention import TritonAttention
     from worker_daemon.kernels.peer_reduce import PeerReduce
@@ -71,6 +76,7 @@ def triton_backend(device: torch.device) -> Backend:
         sampling=TritonSampling(device),
         rows=TritonRowKernels(),
         texts=TritonTextKernels(),
+        blocks=TritonBlockKernels(),
         make_ops=partial(TritonOps, device),
         make_reducer=make_reducer,
         open_staging=partial(CudaStaging, device),

@@ -298,6 +298,10 @@ class StepResult:
     invalid_blocks: Sequence[int] = ()
     """Blocks that the step was to load from host memory and whose contents did not match on the
     rank that answers. Requests that have one get NO_TOKEN, whichever rank loaded it."""
+    arrived_blocks: Sequence[int] = ()
+    """Blocks that earlier steps have loaded beside steps (HostMoves.num_beside), and that are there
+    now on the rank that answers; each is named once. Those that did not match are among
+    invalid_blocks."""
 
     def without(self, req_ids: Collection[str]) -> "StepResult":
         """Return the result without the tokens of some requests."""
@@ -324,6 +328,7 @@ class StepResult:
             {**self.drafts, **later.drafts},
             {**self.gained, **later.gained},
             self.invalid_blocks,
+            [*self.arrived_blocks, *later.arrived_blocks],
         )
 
     @property

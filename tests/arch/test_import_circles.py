@@ -41,6 +41,7 @@ LATE_IMPORTS = {
     ("worker_daemon.backend", "worker_daemon.kernels.paged_attention"): TRITON,
     ("worker_daemon.backend", "worker_daemon.kernels.gathered_prefill"): TRITON,
     ("worker_daemon.backend", "worker_daemon.kernels.launch"): TRITON,
+    ("worker_daemon.backend", "worker_daemon.kernels.moved_blocks"): TRITON,
     ("worker_daemon.backend", "worker_daemon.kernels.ops"): TRITON,
     ("worker_daemon.backend", "worker_daemon.kernels.peer_reduce"): TRITON,
     ("worker_daemon.backend", "worker_daemon.kernels.row_ops"): TRITON,

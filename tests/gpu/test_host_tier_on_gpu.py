@@ -55,6 +55,8 @@ def test_blocks_are_what_a_model_of_them_says(staging_bytes, monkeypatch):
         assert sorted(blocks) == sorted(invalid), seed
     assert any(invalid for _, invalid in found), seed
     tier.tier.settle()
+    tier.arrive()
+    assert tier.num_invalid_beside and not tier.beside, seed
     tier.rows.close()
 
 

@@ -3,6 +3,7 @@ each slot hold after every step."""
 
 import random
 import time
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 from rpc_schema.host_tier import HostTierMoves
+from worker_daemon.backend import choose_backend
 from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.device.host_rows import HostRows
 from worker_daemon.device.kept_memory import KeptMemory
@@ -21,7 +23,7 @@ from worker_daemon.runner.connectors.tier_index import SlotLayout, TierIndex
 from worker_daemon.runner.kv_cache import BlockPages, KVMemory
 from worker_daemon.runner.parts.registry import make_parts
 from worker_daemon.runner.request_state import RequestState
-from worker_daemon.runner.scheduled_step import StepLimits
+from worker_daemon.runner.scheduled_step import BlockUpdates, StepLimits
 from worker_daemon.sample.sampler import TorchSampling
 
 TAG = b"tag"
@@ -31,7 +33,7 @@ FROM_FILES = SourceIdentity(b"content", b"place", b"stamps")
 
 
 def moves_of(stores=(), loads=(), **fields):
-    """A step's moves from (block, slot, hash) each."""
+    """A step's moves from (block, slot, hash) each. num_beside: of the loads, the last ones."""
 
     def columns(moved):
         blocks, slots, hashes = zip(*moved, strict=True) if moved else ((), (), ())
@@ -93,7 +95,7 @@ class ModelledTier:
         self.pages = self.pages.to(self.device)
         further = torch.zeros((NUM_BLOCKS, 2, 4), dtype=torch.int16, device=self.device)
         self.further = further
-        blocks = BlockPages(KVMemory([], [further], self.pages))
+        blocks = BlockPages(KVMemory([], [further], self.pages), choose_backend(self.device).blocks)
         further_section = PageSection(1, 0, 1, 1, 4)
         parts = BlockParts((PageSection(3, 0, 2, 1, words_per_page // 2), further_section))
         limits = StepLimits(4, 16, 64, 40, 4, NUM_BLOCKS, num_host_blocks=NUM_SLOTS)
@@ -106,11 +108,16 @@ class ModelledTier:
         self.rows = HostRows(NUM_SLOTS, layout.slot_bytes, self.device, mapping)
         self.rows.pin_ahead()
         self.tier = HostTier(blocks, self.rows, self.state, self.weights, parts, kept)
+        self.connectors = KVConnectors([self.tier])
         self.seq = 0
         self.blocks = {b: self._content() for b in range(1, NUM_BLOCKS)}
         """Contents of each block: bytes of its pages and of its further page; None: NaN."""
         self.slots: dict[int, tuple[bytes, object]] = {}
         """Hash and contents of each slot; contents are None once they were changed."""
+        self.beside: deque[tuple[list[int], list[int], list[int]]] = deque()
+        """Loads beside steps that have not been taken: blocks, those that must be invalid, and
+        slots."""
+        self.num_invalid_beside = 0
         for block, content in self.blocks.items():
             self._write(block, content)
 
@@ -125,10 +132,20 @@ class ModelledTier:
         self.further[block] = torch.from_numpy(own).to(self.device)
 
     def compute(self):
-        """Write to a few blocks, as a forward pass does."""
-        for block in self.rng.sample(sorted(self.blocks), 3):
+        """Write to a few blocks, as the forward pass of a step does to which they are given."""
+        given = self.rng.sample(sorted(self.blocks), 3)
+        self._give(given)
+        for block in given:
             self.blocks[block] = self._content()
             self._write(block, self.blocks[block])
+
+    def _give(self, blocks):
+        """Give blocks to requests with a step."""
+        nothing = np.zeros(len(blocks), np.int64)
+        updates = BlockUpdates(nothing, nothing.astype(np.int32), np.array(blocks, np.int32))
+        self.seq += 1
+        step = self.state.dummy_step(self.seq)._replace(block_updates=updates)
+        assert self.connectors.begin(step) is None
 
     def flip(self):
         """Change a bit of a slot."""
@@ -138,18 +155,24 @@ class ModelledTier:
         row[self.rng.randrange(len(row))] ^= 1 << self.rng.randrange(8)
         self.slots[slot] = (self.slots[slot][0], None)
 
-    def step(self, stores, loads):
-        """Move blocks with a step, and return the blocks that were invalid."""
+    def step(self, stores, loads, num_beside=0):
+        """Move blocks with a step, and return the loads that it waits for."""
         self.seq += 1
-        values = self.state.parts.check_step((moves_of(stores, loads),), (), self.state.limits)
+        moves = moves_of(stores, loads, num_beside=num_beside)
+        values = self.state.parts.check_step((moves,), (), self.state.limits)
         step = self.state.dummy_step(self.seq)._replace(step_values=values)
-        return KVConnectors([self.tier]).begin(step)
+        return self.connectors.begin(step)
 
     def random_step(self):
-        """Move random blocks, and return the loads with the blocks that must be invalid."""
+        """Move random blocks, and return the loads that the step waits for, with the blocks of
+        these that must be invalid."""
+        self.arrive()
         rng, known = self.rng, sorted(self.slots)
+        read = {slot for _, _, slots in self.beside for slot in slots}
         sources = rng.sample(known, rng.randint(0, min(3, len(known))))
-        targets = rng.sample([s for s in range(NUM_SLOTS) if s not in sources], rng.randint(0, 3))
+        targets = rng.sample(
+            [s for s in range(NUM_SLOTS) if s not in {*sources, *read}], rng.randint(0, 3)
+        )
         stores = [
             (block, slot, rng.randbytes(HASH_BYTES))
             for block, slot in zip(rng.sample(sorted(self.blocks), 3), targets, strict=False)
@@ -159,7 +182,9 @@ class ModelledTier:
         for block, slot in zip(rng.sample(sorted(self.blocks), 3), sources, strict=False):
             is_known = rng.random() < 0.8
             loads.append((block, slot, self.slots[slot][0] if is_known else bytes(HASH_BYTES)))
-        loaded = self.step(stores, loads)
+        num_beside = rng.randint(0, len(loads)) if rng.random() < 0.5 else 0
+        loaded = self.step(stores, loads, num_beside)
+        split = len(loads) - num_beside
         for block, slot, name in stores:
             self.slots[slot] = (name, self.blocks[block])
         invalid = set()
@@ -168,10 +193,24 @@ class ModelledTier:
             self.blocks[block] = content
             if content is None:
                 invalid.add(block)
-        return loaded, invalid
+        before, beside = ([block for block, _, _ in own] for own in (loads[:split], loads[split:]))
+        if beside:
+            slots = [slot for _, slot, _ in loads[split:]]
+            self.beside.append((beside, sorted(invalid & {*beside}), slots))
+        return loaded, invalid & {*before}
+
+    def arrive(self):
+        """Check the loads beside steps that have ended. No other may store to their slots
+        before."""
+        for loaded in self.connectors.beside.take_known():
+            blocks, invalid, _ = self.beside.popleft()
+            assert sorted(loaded.block_ids.tolist()) == sorted(blocks)
+            assert sorted(loaded.invalid_blocks.tolist()) == invalid
+            self.num_invalid_beside += len(invalid)
 
     def check(self):
         """Compare every block."""
+        self._give(sorted(self.blocks))
         for block, content in self.blocks.items():
             pages, further = self.pages[:, block].cpu(), self.further[block].cpu()
             if content is None:

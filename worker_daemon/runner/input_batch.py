@@ -156,8 +156,12 @@ class InputBuilder:
         else:
             packed.holds = None
             packed.holds = filled = self._fill(packed.host, step)
-        self._fill_updates(packed.host, step.block_updates, filled.num_updates)
-        filled.num_updates = step.block_updates.rows.size
+        updates, room = step.block_updates, plan.shape.num_updates
+        if updates.rows.size > room:
+            self.tables.write(updates.part(slice(room, None)))
+            updates = updates.part(slice(room))
+        self._fill_updates(packed.host, updates, filled.num_updates)
+        filled.num_updates = updates.rows.size
         if plan.parts:
             self._parts.fill(plan.parts, packed.host, step)
         columns, rows = packed.columns, filled.rows

@@ -3,7 +3,8 @@ requests, tensors of pages, and further pages. Each of the tensors serves one la
 group."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from rpc_schema.kv_cache import (
     state_tensor_bytes,
 )
 from rpc_schema.routed_experts import RoutedExpertsShape
+from worker_daemon.contracts.block_kernels import BlockKernels
 from worker_daemon.device.failures import FailureKind, failure_kind
 from worker_daemon.errors import config_error
 from worker_daemon.layers.cache_spec import CacheSpec, LatentLayerSpec, PageSpec, StateLayerSpec
@@ -57,52 +59,47 @@ class BlockPages:
     """The KV cache by blocks: all that a rank keeps of a block, as rows of W int32 words. Owned by
     a KV connector; the memory is the KV cache's."""
 
-    def __init__(self, memory: KVMemory) -> None:
+    def __init__(self, memory: KVMemory, kernels: BlockKernels) -> None:
         """memory: with pages, of a multiple of 4 bytes each."""
         assert memory.pages is not None, "a rank without pages has no blocks"
         self.device = memory.pages.device
+        self.kernels = kernels
         self._layers = memory.pages.view(torch.int32).transpose(0, 1)
         """[num_blocks, tensors, words of a page]"""
         self._further = [
-            own.flatten(1).view(torch.uint8).view(torch.int32) for own in memory.further
+            own.flatten(1).view(torch.uint8).view(torch.int32)[:, None] for own in memory.further
         ]
-        """[num_blocks, words of a page] each"""
-        self._num_layer_words = self._layers[0].numel()
-        num_words = self._num_layer_words + sum(own.shape[1] for own in self._further)
-        self.block_bytes = num_words * torch.int32.itemsize
+        """[num_blocks, 1, words of a page] each"""
+        words = [own[0].numel() for own in (self._layers, *self._further)]
+        ends = [*accumulate(words)]
+        self._columns = [slice(end - own, end) for own, end in zip(words, ends, strict=True)]
+        """Those of _layers and of each of _further, in a row."""
+        self.block_bytes = ends[-1] * torch.int32.itemsize
 
     @property
     def further_words(self) -> tuple[int, ...]:
         """Words of each further page of a block."""
-        return tuple(own.shape[1] for own in self._further)
+        return tuple(own.shape[2] for own in self._further)
 
     def gather(self, block_ids: Tensor, rows: Tensor) -> None:
-        """Copy blocks [n] to rows, int32 [n, W]."""
-        own, further = self._split(rows)
-        torch.index_select(self._layers, 0, block_ids, out=own)
-        for pages, target in zip(self._further, further, strict=True):
-            torch.index_select(pages, 0, block_ids, out=target)
+        """Copy blocks int32 [n] to rows, int32 [n, W]."""
+        for pages, columns in self._sections():
+            self.kernels.gather(pages, block_ids, rows[:, columns])
 
     def scatter(self, rows: Tensor, block_ids: Tensor) -> None:
-        """Copy rows, int32 [n, W], to blocks [n], no two of them the same."""
-        own, further = self._split(rows)
-        block_ids = block_ids.long()
-        self._layers.index_copy_(0, block_ids, own)
-        for pages, source in zip(self._further, further, strict=True):
-            pages.index_copy_(0, block_ids, source)
+        """Copy rows, int32 [n, W], to blocks int32 [n], no two of them the same."""
+        for pages, columns in self._sections():
+            self.kernels.scatter(rows[:, columns], block_ids, pages)
 
-    def poison(self, rows: Tensor, is_bad: Tensor) -> None:
-        """Replace rows [n, W] where is_bad, bool [n]: keys and values by NaN, and further pages,
-        whose values nobody may take for a result, by zeros."""
-        own, further = self._split(rows)
-        own.masked_fill_(is_bad[:, None, None], ALL_BITS)
-        for pages in further:
-            pages.masked_fill_(is_bad[:, None], 0)
+    def poison(self, block_ids: Tensor, are_bad: Tensor) -> None:
+        """Replace blocks int32 [n] where are_bad, bool [n]: keys and values by NaN, and further
+        pages, whose values nobody may take for a result, by zeros."""
+        self.kernels.fill(self._layers, block_ids, are_bad, ALL_BITS)
+        for pages in self._further:
+            self.kernels.fill(pages, block_ids, are_bad, 0)
 
-    def _split(self, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
-        sizes = [self._num_layer_words, *(own.shape[1] for own in self._further)]
-        own, *further = torch.split(rows, sizes, dim=1)
-        return own.view(-1, *self._layers.shape[1:]), further
+    def _sections(self) -> Iterator[tuple[Tensor, slice]]:
+        return zip((self._layers, *self._further), self._columns, strict=True)
 
 
 class FurtherPages(NamedTuple):

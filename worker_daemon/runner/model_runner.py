@@ -27,7 +27,6 @@ from worker_daemon.distributed.pp import STATUS_OK
 from worker_daemon.models.weight_state import WeightState
 from worker_daemon.raising import raise_caused
 from worker_daemon.runner.adoption import Page, describe_requests
-from worker_daemon.runner.connectors.interface import Loaded
 from worker_daemon.runner.connectors.kv_connectors import KVConnectors
 from worker_daemon.runner.input_batch import InputBuilder
 from worker_daemon.runner.output import (
@@ -402,10 +401,10 @@ class ModelRunner:
         """of_replicas: tokens of each; None: they compute the same step, as in a warm-up."""
         if self._shared_experts is not None:
             self._shared_experts.begin(step.total_num_tokens, of_replicas)
-        loaded: Loaded | None = None
+        connectors, loaded = self.connectors, None
         try:
-            if step.step_values.data and self.connectors is not None:
-                loaded = self.connectors.begin(step)
+            if connectors is not None and (step.step_values.data or connectors.beside.is_loading):
+                loaded = connectors.begin(step)
             computed = self._stage.forward(self._program, step)
             if step.deferred is not None:
                 later = np.repeat(step.deferred, step.num_samples)
@@ -417,9 +416,12 @@ class ModelRunner:
                 self._unsampled[step.seq] = _Deferred(lost, self._weights.version)
             raise_caused(self._failure(step.seq, error), error)
         self.state.raise_if_failed()
-        if loaded is not None and reply is not None:
-            return LoadingOutput(reply, loaded)
-        return reply
+        if connectors is None or (loaded is None and not connectors.beside.is_loading):
+            return reply
+        if reply is None:
+            connectors.beside.take_known()  # this rank tells nobody
+            return None
+        return LoadingOutput(reply, loaded, connectors.beside)
 
     def _defer(self, seq: int, step: Unsampled, later: Bools) -> Unsampled:
         """Keep samples of a step for SampleTokens, and return the others. later [R]: True for those

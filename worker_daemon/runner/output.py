@@ -19,6 +19,7 @@ from worker_daemon.device.pinned import download
 from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.pp import STATUS_MISMATCH, STATUS_OK
 from worker_daemon.raising import raise_caused
+from worker_daemon.runner.connectors.beside import LoadsBeside
 from worker_daemon.runner.connectors.interface import Loaded
 from worker_daemon.runner.parts.step_parts import SamplerOutput
 from worker_daemon.runner.report import Report
@@ -318,25 +319,34 @@ class NoTokens:
 
 class LoadingOutput:
     """The output of a step that has loaded blocks: names those whose contents did not match. They
-    are known with the step's result, since its forward pass waits for its loads."""
+    are known with the step's result, since its forward pass waits for its loads. Names those, too,
+    that were loaded beside steps and are there by now."""
 
-    def __init__(self, output: PendingOutput, loaded: Loaded) -> None:
+    def __init__(self, output: PendingOutput, loaded: Loaded | None, beside: LoadsBeside) -> None:
+        """loaded: the step's own."""
         self._output = output
         self._loaded = loaded
+        self._beside = beside
 
     @property
     def is_ready(self) -> bool:
         """True if result() returns at once."""
-        return self._output.is_ready and self._loaded.is_known
+        return self._output.is_ready and (self._loaded is None or self._loaded.is_known)
 
     def result(self) -> tuple[ModelRunnerOutput, Sequence[Frame]]:
         """Return the reply. Raises as the step's own output does."""
         reply, frames = self._output.result()
-        invalid = self._loaded.invalid_blocks
-        if invalid.size:
-            raw = invalid.astype("<i4", copy=False).tobytes()
-            reply = structs.replace(reply, invalid_blocks=raw)
+        arrived = self._beside.take_known()
+        known = arrived if self._loaded is None else [self._loaded, *arrived]
+        invalid = b"".join(_ids(each.invalid_blocks) for each in known)
+        there = b"".join(_ids(each.block_ids) for each in arrived)
+        if invalid or there:
+            reply = structs.replace(reply, invalid_blocks=invalid, arrived_blocks=there)
         return reply, frames
+
+
+def _ids(block_ids: Int32s) -> bytes:
+    return block_ids.astype("<i4", copy=False).tobytes()
 
 
 class _HostCopies:

@@ -6,14 +6,16 @@ Shapes: S rows (plus the spare row), N tokens, U updates (step_layout.py), G KV 
 
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rpc_schema.step import NO_TOKEN
 from worker_daemon.contracts.attention import StateSlots
 from worker_daemon.contracts.drafts import Verified
+from worker_daemon.device.pinned import upload
 from worker_daemon.runner.scheduled_step import BlockUpdates, StepLimits
-from worker_daemon.runner.step_layout import StepColumns
+from worker_daemon.runner.step_layout import StepColumns, aligned
 
 TOKEN_ON_DEVICE = -1
 """In place of a row's newest token. -1 - j is draft j after it, from 1."""
@@ -211,6 +213,16 @@ class RowTables:
                 columns.update_indices,
                 columns.update_block_ids,
             )
+
+    def write(self, updates: BlockUpdates) -> None:
+        """Write block ids before the step that is launched next, and after those before it."""
+        count = updates.rows.size
+        columns = np.empty((3, aligned(count)), np.int32)
+        columns[0, :count] = updates.rows
+        columns[1, :count] = updates.indices
+        columns[2, :count] = updates.block_ids
+        rows, indices, block_ids = upload(columns, self.device)[:, :count]
+        self._kernels.update_blocks(self.block_table, rows, indices, block_ids)
 
     def correct(self, columns: StepColumns[Tensor]) -> None:
         """Correct a step's positions and lengths if the host has only bounds. Must run before

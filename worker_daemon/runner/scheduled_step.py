@@ -99,6 +99,10 @@ class BlockUpdates(NamedTuple):
     indices: Int32s
     block_ids: Int32s
 
+    def part(self, which: slice) -> "BlockUpdates":
+        """Return some of them."""
+        return BlockUpdates(self.rows[which], self.indices[which], self.block_ids[which])
+
 
 NO_UPDATES: Final = BlockUpdates(
     np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int32)

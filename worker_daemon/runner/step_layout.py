@@ -55,7 +55,7 @@ class StepShape(NamedTuple):
     num_samples: int
     """R, tokens that are sampled: one for most sequences that sample."""
     num_updates: int
-    """U, entries of the block table that the step writes."""
+    """U, entries of the block table that the program writes. Others are written before it."""
     extra: tuple[int, ...] = ()
     """Sizes of the columns of parts that act around the forward pass (runner/parts/)."""
     num_corrected: int = 0
@@ -222,9 +222,10 @@ class StepLadder(ExactShapes):
         return [*reversed(self._mixed), *reversed(self._drafted), *decodes]
 
     def fit(self, step: ScheduledStep) -> StepPlan:
-        """Return the padded plan. A step is not padded if it has a longer context than the plan, or
-        more block updates, as when it admits many cached blocks."""
-        count, num_updates = step.total_num_tokens, step.block_updates.rows.size
+        """Return the padded plan, which may have room for fewer block updates than the step has, as
+        when it admits many cached blocks. A step with a longer context than the plan is not
+        padded."""
+        count = step.total_num_tokens
         is_decode = 0 < count == step.slots.size and not step.new_requests
         if self._drafted and step.corrections is not None:
             is_decode = False  # few such steps have no drafts: they share the graphs of the others
@@ -232,14 +233,12 @@ class StepLadder(ExactShapes):
             if plan is not None:
                 return plan
         if is_decode and count <= len(self._decodes_by_count):
-            plans = self._decodes_by_count[count - 1]
-            if num_updates <= plans[0].shape.num_updates:
-                for plan in plans:
-                    if step.longest <= plan.max_seq_len:
-                        return plan
+            for plan in self._decodes_by_count[count - 1]:
+                if step.longest <= plan.max_seq_len:
+                    return plan
         if 0 < count <= len(self._mixed_by_count):
             plan = self._mixed_by_count[count - 1]
-            if num_updates <= plan.shape.num_updates and step.longest <= plan.max_seq_len:
+            if step.longest <= plan.max_seq_len:
                 return plan
         return super().fit(step)
 
@@ -247,7 +246,7 @@ class StepLadder(ExactShapes):
         """Return the plan of a decode with drafts; None if there is none that fits well."""
         if step.new_requests:
             return None
-        num_seqs, num_updates = step.slots.size, step.block_updates.rows.size
+        num_seqs = step.slots.size
         most_tokens = max(MIXED_SIZES[0], MOST_PADDING * step.total_num_tokens)
         most_queries = int(step.num_tokens.max(initial=0))
         for plan in self._drafted:
@@ -257,7 +256,6 @@ class StepLadder(ExactShapes):
                 and num_seqs <= shape.num_seqs
                 and step.longest <= plan.max_seq_len
                 and shape.num_tokens <= most_tokens
-                and num_updates <= shape.num_updates
             ):
                 return plan
         return None

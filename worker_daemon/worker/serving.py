@@ -78,6 +78,7 @@ class Serving:
         self._set_phase = set_phase
         self._enforce_eager = model.config.graph.enforce_eager
         limits = _limits(model, plan)
+        kernels = opened.place.backend.blocks
         self._parts = RunnerParts(
             parallel=opened.place.parallel,
             tp=opened.place.tp,
@@ -97,7 +98,9 @@ class Serving:
             make_drafter=_drafters(opened, model, limits, kv.further),
             routing=_routing(opened, model, kv.further),
             open_connectors=(
-                None if open_connectors is None else partial(open_connectors, BlockPages(kv))
+                None
+                if open_connectors is None
+                else partial(open_connectors, BlockPages(kv, kernels))
             ),
             experts=opened.place.sharing_experts(model.resolved.decoder),
         )

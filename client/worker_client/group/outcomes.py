@@ -425,9 +425,15 @@ def _decode_outcome(
         return StepResult((), (), weights_version=reply.weights_version)
     part = step if isinstance(step, EncodedStep) else step.parts[dp_rank]
     result = decode_reply(part, reply, arrays)
-    if reply.invalid_blocks:
-        if len(reply.invalid_blocks) % 4:
-            raise BadFrameError("ModelRunnerOutput.invalid_blocks is no sequence of int32")
-        invalid = np.frombuffer(reply.invalid_blocks, "<i4").tolist()
-        return replace(result, invalid_blocks=invalid)
+    if reply.invalid_blocks or reply.arrived_blocks:
+        invalid = _read_blocks("invalid_blocks", reply.invalid_blocks)
+        arrived = _read_blocks("arrived_blocks", reply.arrived_blocks)
+        return replace(result, invalid_blocks=invalid, arrived_blocks=arrived)
     return result
+
+
+def _read_blocks(field: str, raw: bytes) -> list[int]:
+    if len(raw) % 4:
+        raise BadFrameError(f"ModelRunnerOutput.{field} is no sequence of int32")
+    block_ids: list[int] = np.frombuffer(raw, "<i4").tolist()
+    return block_ids

@@ -235,6 +235,10 @@ class BlockPool:
         self._distrusted.clear()
         return changes
 
+    def hash_of(self, block_id: int) -> bytes | None:
+        """Return the hash of a block; None if it is not cached."""
+        return self._hash_of.get(block_id)
+
     def contents_of(self, block_id: int) -> tuple[bytes, int]:
         """Return the hash and the group of a cached block."""
         return self._hash_of[block_id], self._group_of[block_id]

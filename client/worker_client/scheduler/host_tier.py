@@ -31,6 +31,8 @@ class TierSlots:
         """Block and slot of what the next step stores. No step before it may load them."""
         self._loads: dict[int, tuple[int, bytes]] = {}
         """Slot and key of what the next step loads, by block."""
+        self._beside: dict[int, bytes] = {}
+        """Keys of what is loaded beside steps, by block, until it has arrived: pinned."""
         self._busy: set[int] = set()
         """Slots that the next step names."""
         self._pinned: Counter[bytes] = Counter()
@@ -60,9 +62,25 @@ class TierSlots:
         # Of several loads of a block, the last counts.
         self._loads[block_id] = (self._slot_of[key], key)
 
+    def load_beside(self, block_ids: Iterable[int]) -> set[int]:
+        """Do those loads of the next step beside steps that are into these blocks; return them.
+        Their contents stay in their slots until has_arrived()."""
+        chosen = {block_id for block_id in block_ids if block_id in self._loads}
+        for block_id in chosen:
+            key = self._beside[block_id] = self._loads[block_id][1]
+            self._pinned[key] += 1
+        return chosen
+
+    def has_arrived(self, block_id: int) -> None:
+        """Note that a block was loaded, or will not be."""
+        key = self._beside.pop(block_id, None)
+        if key is not None:
+            self.unpin(key)
+
     def cancel_load(self, block_id: int) -> None:
         """See OutsidePlace."""
         self._loads.pop(block_id, None)
+        self.has_arrived(block_id)
 
     def offer(self, key: bytes, block_id: int) -> None:
         """See OutsidePlace. Blocks are stored when they are evicted."""
@@ -145,12 +163,16 @@ class TierSlots:
         keys = tuple(self._stores)
         blocks, slots = zip(*self._stores.values(), strict=True) if keys else ((), ())
         stored = MovedBlocks(blocks, slots, keys)
-        sources = self._loads.values()
+        loads = self._loads
+        if self._beside:
+            loads = dict(sorted(loads.items(), key=lambda each: each[0] in self._beside))
+        num_beside = sum(block_id in self._beside for block_id in loads)
+        sources = loads.values()
         loaded = MovedBlocks(
-            tuple(self._loads), tuple(slot for slot, _ in sources), tuple(key for _, key in sources)
+            tuple(loads), tuple(slot for slot, _ in sources), tuple(key for _, key in sources)
         )
         self._forget_plan()
-        return (HostMoves(tag, stored, loaded),)
+        return (HostMoves(tag, stored, loaded, num_beside),)
 
     def fail(self, outputs: Iterable[SchedulerOutput]) -> None:
         """Forget what failed steps, and the one that was being planned, were to store."""
@@ -160,6 +182,8 @@ class TierSlots:
             if self._slot_of.get(key) == slot:
                 self._remove(key)
         self._forget_plan()
+        for block_id in [*self._beside]:
+            self.has_arrived(block_id)
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Forget contents that cannot be trusted. Call it between steps."""
@@ -172,6 +196,8 @@ class TierSlots:
         """Forget all contents, those on their way too."""
         self._num_forgotten += 1
         self.forget([*self._slot_of])
+        for block_id in self._loads:
+            self.has_arrived(block_id)
         self._forget_plan()
 
     def restore(self, slots: CachedBlocks) -> int:

@@ -118,6 +118,17 @@ class OutsideBlocks:
         place = self._loads[block_id] = next(each for each in self._places if key in each)
         place.load(key, block_id)
 
+    def load_beside(self, block_ids: Iterable[int]) -> set[int]:
+        """Do those loads of the next step beside steps that are from host memory into these
+        blocks; return them."""
+        return set() if self.tier is None else self.tier.load_beside(block_ids)
+
+    def have_arrived(self, block_ids: Iterable[int]) -> None:
+        """Note that what was loaded beside steps is there."""
+        if self.tier is not None:
+            for block_id in block_ids:
+                self.tier.has_arrived(block_id)
+
     def offer(self, key: bytes, block_id: int) -> None:
         for place in self._places:
             place.offer(key, block_id)

@@ -8,6 +8,7 @@ from worker_client.parts.registry import may_start
 from worker_client.scheduler.decode_groups import DecodeGroups
 from worker_client.scheduler.draft_lengths import DraftLengths
 from worker_client.scheduler.interface import SchedulerLimits
+from worker_client.scheduler.prefix_loads import PrefixLoads
 from worker_client.scheduler.prefix_search import PrefixSearch
 from worker_client.scheduler.request import Request
 from worker_client.scheduler.request_blocks import RequestBlocks
@@ -47,9 +48,10 @@ class Step:
         groups: DecodeGroups,
         step_budget: StepBudget | None = None,
         draft_lengths: DraftLengths | None = None,
+        loads: PrefixLoads | None = None,
     ) -> None:
         """step_budget: limits the prompt tokens of the step while requests decode. draft_lengths:
-        chooses drafts; None: there are none."""
+        chooses drafts; loads: of prefixes, beside steps. None: there are none."""
         self.group: int | None = None
         """Decode group of the step."""
         self.decodes: dict[str, Request] = {}
@@ -72,6 +74,7 @@ class Step:
         self._whole_prompts = support is not None and support.whole_prompts
         self._step_budget = step_budget
         self._draft_lengths = draft_lengths
+        self._loads = loads
         self._allowance: PromptAllowance | None = None
         self._victims: list[Request] | None = None
         """Running requests, those that lose their blocks first at the end; once they are needed."""
@@ -265,6 +268,8 @@ class Step:
             fits = self._room.fits_experts(request, num_cached)
             if not (fits and self._blocks.can_hold(request, prefix)):
                 return
+            if self._loads is not None and self._loads.begin(request, prefix):
+                continue
             count = min(request.num_tokens - num_cached, self._num_open(num_cached))
             is_cut = num_cached + count < request.num_tokens
             if not self._has_room(count, chunk) or (is_cut and self._is_nearly_full()):

@@ -49,10 +49,33 @@ class PrefixCache:
         blocks of each group, for the caller to hold before it allocates others."""
         known = prefix.num_tokens // self.unit
         own = request.prefix
-        own.num_remembered = own.num_shared = own.num_offered = known
+        own.num_remembered = own.num_shared = known
+        own.num_offered = known if own.num_filed is None else min(known, own.num_filed)
+        own.num_filed = None
         if self._outside is None or not known:
             return prefix.by_group
         return self._load(self._outside, own, prefix.by_group)
+
+    def load(self, request: Request, prefix: Prefix) -> list[int]:
+        """Let the next step load what lies outside of a prefix; return the blocks that it is loaded
+        into. They have no reference, and keep their contents until others are allocated in their
+        place."""
+        if self._outside is None:
+            return []
+        own = request.prefix
+        own.num_offered = prefix.num_tokens // self.unit
+        by_group = self._load(self._outside, own, prefix.by_group)
+        own.num_filed, own.num_offered = own.num_offered, 0
+        return [
+            block_id
+            for found, given in zip(prefix.by_group, by_group, strict=True)
+            for before, block_id in zip(found, given, strict=True)
+            if before == OUTSIDE
+        ]
+
+    def forget_blocks(self, block_ids: Iterable[int]) -> None:
+        """Drop the contents of blocks, which were loaded and did not match."""
+        self._forget([name for name in map(self._pool.hash_of, block_ids) if name is not None])
 
     def adopt(self, request: Request) -> None:
         """Let others begin with the full blocks of a request that another driver has left."""
@@ -170,13 +193,15 @@ class PrefixCache:
             for index, block_id in enumerate(block_ids)
             if block_id == OUTSIDE
         ]
+        if not lacking:
+            return found
         # Allocations evict blocks: neither what is there nor what is outside may go.
         for block_ids in by_group:
             self._pool.hold([i for i in block_ids if i != OUTSIDE])
-        outside.keep(key_of(group, block_hash) for group, _, block_hash in lacking)
-        for group, index, block_hash in lacking:
-            (block_id,) = self._pool.allocate(1)
-            key = key_of(group, block_hash)
+        keys = [key_of(group, block_hash) for group, _, block_hash in lacking]
+        outside.keep(keys)
+        given = self._pool.allocate(len(lacking))
+        for (group, index, block_hash), key, block_id in zip(lacking, keys, given, strict=True):
             if self._files is not None and key not in self._files:
                 # Host memory may have what is in no file: from another group, for example.
                 own.num_offered = min(own.num_offered, index * self._hashes.strides[group])

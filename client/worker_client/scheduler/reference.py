@@ -35,6 +35,7 @@ from worker_client.scheduler.open_steps import OpenSteps
 from worker_client.scheduler.outside_blocks import OutsideBlocks
 from worker_client.scheduler.planning import Step
 from worker_client.scheduler.prefix_cache import CachedChanges, PrefixCache
+from worker_client.scheduler.prefix_loads import PrefixLoads
 from worker_client.scheduler.prefix_search import PrefixSearch
 from worker_client.scheduler.reported import Reported
 from worker_client.scheduler.request import Request
@@ -111,6 +112,9 @@ class Scheduler:
         most = (num_tokens + 1 - max_imbalance) * num_stages
         most = min(limits.max_num_seqs, most)
         self._queues = RequestQueues(self._blocks, self._groups, most, urgency)
+        self._loads: PrefixLoads | None = None
+        if self._outside.tier is not None:
+            self._loads = PrefixLoads(self._outside, self._queues, self._blocks)
         self._steps = OpenSteps(self._step_budget, self._draft_lengths)
         self._exits = RequestExits(self._queues, self._prefixes, self._weights, self._draft_lengths)
         self._results = StepResults(self._queues, self._prefixes, self._exits, self._draft_lengths)
@@ -241,16 +245,11 @@ class Scheduler:
             self._overdue += self._end_overdue(idle=bool(self._steps.numbers))
         if self._updates.aborting and not self._steps.numbers:
             self._overdue += self._updates.end_aborting()
-        step = Step(
-            self._limits,
-            self._queues,
-            self._blocks,
-            self._search,
-            self._groups,
-            self._step_budget,
-            self._draft_lengths,
-        )
-        step.plan(self._steps.next, self._steps.oldest)
+        step = self._plan()
+        loads = self._loads
+        if step.is_empty and loads is not None and loads.is_loading and not self._steps.numbers:
+            loads.end_all()
+            step = self._plan()
         if step.is_empty:
             # Once all is done, send ended requests and moves to the workers, else with a later
             # step. A result must come for those that their deadlines have ended.
@@ -260,6 +259,24 @@ class Scheduler:
             if self._steps.numbers or not must_send:
                 return None
         return self._commit(step, self._steps.add(step))
+
+    def _end_loads(self) -> None:
+        if self._loads is not None:
+            self._loads.end_all()
+
+    def _plan(self) -> Step:
+        step = Step(
+            self._limits,
+            self._queues,
+            self._blocks,
+            self._search,
+            self._groups,
+            self._step_budget,
+            self._draft_lengths,
+            self._loads,
+        )
+        step.plan(self._steps.next, self._steps.oldest)
+        return step
 
     def _commit(self, step: Step, number: int) -> SchedulerOutput:
         """Count the tokens of a step as computed, and return it for the workers."""
@@ -312,6 +329,8 @@ class Scheduler:
         self._steps.end_oldest()
         if result.invalid_blocks:
             self._exits.give_up_blocks(result.invalid_blocks)
+        if result.arrived_blocks and self._loads is not None:
+            self._loads.end(result.arrived_blocks)
         if result.weights_version != self._weights.version:
             self._weights.set_version(result.weights_version, self._queues.unfinished.values())
         done += self._results.take(result)
@@ -392,6 +411,7 @@ class Scheduler:
         for request in [each for each in self._queues.running.values() if each.needs_admission]:
             self._exits.begin_again(request)
         self._prefixes.forget_all()
+        self._end_loads()
 
     @property
     def prefix_tag(self) -> bytes:
@@ -431,6 +451,7 @@ class Scheduler:
     def forget_host_tier(self) -> None:
         """Drop what is in host memory; see TieredScheduler."""
         self._outside.forget_tier()
+        self._end_loads()
 
     @property
     def has_kv_files(self) -> bool:
@@ -461,6 +482,7 @@ class Scheduler:
     def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
         """Roll back failed steps: lost requests wait again, in order of arrival."""
         self._outside.fail(outputs)
+        self._end_loads()
         self._steps.fail(len(outputs))
         running = self._queues.running
         for req_id in lost_req_ids:

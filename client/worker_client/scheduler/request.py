@@ -43,6 +43,8 @@ class HeldBlocks:
     """Prompt tokens found in the prefix cache at the first admission; -1 before that."""
     num_loaded_tokens: int = 0
     """Those of them whose KV came from outside of the KV cache."""
+    were_loaded: bool = False
+    """Since it waits, blocks that it may begin with were loaded beside steps."""
     num_preemptions: int = 0
     """Number of times that it was preempted."""
 
@@ -70,6 +72,9 @@ class RequestPrefix:
     num_offered: int = 0
     """Leading hashes whose blocks were offered to a place outside of the KV cache, or need not
     be."""
+    num_filed: int | None = None
+    """Leading hashes whose blocks are in files, if some were loaded since it waits; None if none
+    were."""
 
     def lose_blocks(self) -> None:
         """Note that it has no blocks any more. What others may begin with stays cached."""

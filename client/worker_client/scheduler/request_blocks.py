@@ -52,9 +52,20 @@ class RequestBlocks:
             needed += most
         return needed <= num_free
 
+    def load(self, request: Request, prefix: Prefix) -> list[int]:
+        """Let the next step load what a waiting request may begin with and no block has; return the
+        blocks that it is loaded into. They have no references: others may take them, the last of
+        all."""
+        blocks = request.blocks
+        blocks.were_loaded = True
+        if blocks.num_cached_tokens < 0:
+            blocks.num_loaded_tokens = prefix.num_loaded_tokens
+        return self._prefixes.load(request, prefix)
+
     def begin(self, request: Request, prefix: Prefix, count: int) -> None:
         """Give a request the cached blocks that it begins with, and those for `count` tokens."""
         blocks, by_group = request.blocks, self._prefixes.begin(request, prefix)
+        blocks.were_loaded = False
         if prefix.num_tokens:
             self._resume(request, by_group, prefix.num_tokens)
             self.extend(request, count)
@@ -63,7 +74,8 @@ class RequestBlocks:
             blocks.by_group = tuple(self._allocate(0, needed))
         if blocks.num_cached_tokens < 0:
             blocks.num_cached_tokens = min(prefix.num_tokens, request.num_prompt_tokens)
-            blocks.num_loaded_tokens = min(prefix.num_loaded_tokens, request.num_prompt_tokens)
+            num_loaded = max(blocks.num_loaded_tokens, prefix.num_loaded_tokens)
+            blocks.num_loaded_tokens = min(num_loaded, blocks.num_cached_tokens)
 
     def adopt(self, request: Request, by_group: Sequence[Sequence[int]], num_computed: int) -> None:
         """Give an adopted request its blocks; others may begin with those that are full."""

@@ -72,6 +72,7 @@ class RequestExits:
     def give_up_blocks(self, block_ids: Sequence[int]) -> None:
         """Compute the requests again that have one of these blocks, whose contents did not match
         when they were loaded, and what steps in flight sample for them."""
+        self._prefixes.forget_blocks(block_ids)
         invalid = frozenset(block_ids)
         for request in [*self._queues.running.values()]:
             if self._prefixes.give_up(request, invalid):

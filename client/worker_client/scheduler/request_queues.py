@@ -51,6 +51,8 @@ class RequestQueues:
         """Requests that wait behind another one's prompt, by its id."""
         self._held: dict[str, Request] = {}
         """Requests that `hold` took out of line, by id; not admitted until `release`."""
+        self._loading: dict[str, Request] = {}
+        """Requests that `load` took out of line, by id; not admitted until `end_load`."""
         self._urgency = urgency
         self.next_deadline = math.inf
         """No deadline of an unfinished request is earlier; infinity if none has any."""
@@ -115,7 +117,7 @@ class RequestQueues:
     def is_in_line(self, request: Request) -> bool:
         """Return True if an unfinished request may be admitted next: it does not run, is not held,
         and waits behind no other's prompt."""
-        if request.is_running or request.id in self._held:
+        if request.is_running or self._is_out_of_line(request):
             return False
         return not any(request in line for line in self._behind.values())
 
@@ -123,13 +125,25 @@ class RequestQueues:
         """Take a waiting request out of line; it cannot be admitted until it is released."""
         if request.id in self._held:
             return
-        self._leave_line(request)
+        if not self._is_out_of_line(request):
+            self._leave_line(request)
         self._held[request.id] = request
 
     def release(self, req_id: str) -> None:
         """Let a held request wait in its place; ignore others."""
         request = self._held.pop(req_id, None)
-        if request is not None:
+        if request is not None and not self._is_out_of_line(request):
+            self._wait(request)
+
+    def load(self, request: Request) -> None:
+        """Take a waiting request out of line until the blocks are there that it begins with."""
+        self._leave_line(request)
+        self._loading[request.id] = request
+
+    def end_load(self, req_id: str) -> None:
+        """Let a request that loads wait in its place again; ignore others."""
+        request = self._loading.pop(req_id, None)
+        if request is not None and not self._is_out_of_line(request):
             self._wait(request)
 
     def start(self, request: Request) -> None:
@@ -184,8 +198,13 @@ class RequestQueues:
         self.release_behind(request.id)
         if request.is_running:
             self._stop(request)
-        elif self._held.pop(request.id, None) is None:
+        elif not self._is_out_of_line(request):
             self._leave_line(request)
+        self._held.pop(request.id, None)
+        self._loading.pop(request.id, None)
+
+    def _is_out_of_line(self, request: Request) -> bool:
+        return request.id in self._held or request.id in self._loading
 
     def _leave_line(self, request: Request) -> None:
         line = next((own for own in self._behind.values() if request in own), None)

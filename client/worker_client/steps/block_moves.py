@@ -99,6 +99,9 @@ class HostMoves(BlockMoves):
     tag: bytes
     stored: MovedBlocks = NO_BLOCKS
     loaded: MovedBlocks = NO_BLOCKS
+    num_beside: int = 0
+    """The last so many loads run beside this step and later ones, of which those wait that give
+    their blocks to a request. StepResult.arrived_blocks tells when they are there."""
 
     def _message(self, hash_bytes: int) -> HostTierMoves:
         return HostTierMoves(
@@ -110,6 +113,7 @@ class HostMoves(BlockMoves):
             load_blocks=_packed(self.loaded.block_ids),
             load_slots=_packed(self.loaded.slots),
             load_hashes=b"".join(self.loaded.hashes),
+            num_beside=self.num_beside,
         )
 
 

@@ -24,6 +24,7 @@ from worker_daemon.runner.kv_cache import BlockPages, KVMemory
 from worker_daemon.runner.parts.registry import make_parts
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.scheduled_step import StepLimits
+from worker_daemon.runner.torch_blocks import TorchBlockKernels
 from worker_daemon.sample.sampler import TorchSampling
 
 CPU = torch.device("cpu")
@@ -51,7 +52,7 @@ class Rank:
 
     def __init__(self, directory, weights=None, layout=b"layout"):
         self.pages = torch.randint(0, 250, (3, NUM_BLOCKS, 24), dtype=torch.uint8)
-        blocks = BlockPages(KVMemory([], [], self.pages))
+        blocks = BlockPages(KVMemory([], [], self.pages), TorchBlockKernels())
         limits = StepLimits(4, 16, 64, 40, 4, NUM_BLOCKS, has_kv_files=True)
         self.state = RequestState(limits, make_parts(limits, CPU, TorchSampling()))
         self.traffic = FileTraffic(BlockFiles(directory, 1 << 20))

@@ -26,6 +26,7 @@ from worker_daemon.runner.kv_cache import BlockPages, KVMemory
 from worker_daemon.runner.parts.registry import make_parts
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.scheduled_step import StepLimits
+from worker_daemon.runner.torch_blocks import TorchBlockKernels
 from worker_daemon.sample.sampler import TorchSampling
 
 CPU = torch.device("cpu")
@@ -37,7 +38,7 @@ class Rank:
 
     def __init__(self, directory):
         self.pages = torch.randint(0, 250, (3, NUM_BLOCKS, 24), dtype=torch.uint8)
-        blocks = BlockPages(KVMemory([], [], self.pages))
+        blocks = BlockPages(KVMemory([], [], self.pages), TorchBlockKernels())
         parts = BlockParts((PageSection(3, 0, 2, 1, 3),))
         limits = StepLimits(
             4, 16, 64, 40, 4, NUM_BLOCKS, num_host_blocks=NUM_SLOTS, has_kv_files=True

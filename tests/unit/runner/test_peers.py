@@ -36,6 +36,7 @@ from worker_daemon.runner.connectors.peers import (
     PeerWeights,
     SharedSlots,
 )
+from worker_daemon.runner.torch_blocks import TorchBlockKernels
 
 NUM_SLOTS, NUM_CONTENTS, ROWS, WORDS, NUM_LAYERS = 30, 8, 4, 3, 6
 TAG, CPU = b"tag", torch.device("cpu")
@@ -133,8 +134,11 @@ class Rank:
             pages.append(unused(self.parts.sections[1].num_words).int())
         own = torch.cat(pages)[None]
         numbers = torch.from_numpy(numbers_of(np.frombuffer(key, np.uint8)[None]))
-        sums = (PartChecksums(self.parts, 1, CPU).of(own) + numbers).view(torch.int32)
-        return torch.cat([own, sums], dim=1)[0]
+        checksums = PartChecksums(self.parts, TorchBlockKernels(), CPU)
+        sums = torch.empty((1, checksums.count), dtype=torch.int64)
+        checksums.of(own, sums)
+        sums += numbers + checksums.page_numbers
+        return torch.cat([own, sums.view(torch.int32)], dim=1)[0]
 
     def _page(self, contents, name, form):
         heads = slice(form.first_head, form.first_head + form.num_heads)

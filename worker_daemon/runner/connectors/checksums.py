@@ -4,7 +4,6 @@ Shapes: n blocks, W int32 words of a block on this rank, U parts.
 """
 
 from collections.abc import Sequence
-from copy import copy
 from hashlib import blake2b
 from typing import Final, NamedTuple, TypeAlias
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from worker_daemon.contracts.arrays import Int64s
+from worker_daemon.contracts.block_kernels import BlockKernels, PageShape
 
 WORD_BYTES: Final = 4
 CHECKSUM_WORDS: Final = 2
@@ -35,6 +35,11 @@ class PageSection(NamedTuple):
     """Rows of a page, each with words of all heads in turn: 2 * block_size for keys and values."""
     words: int
     """Words of a head in a row."""
+
+    @property
+    def page_shape(self) -> PageShape:
+        """A page of it."""
+        return PageShape(self.rows, self.num_heads, self.words)
 
     @property
     def page_words(self) -> int:
@@ -122,32 +127,26 @@ class BlockChecksums:
     hashing is fast", 2014): the sum of w_i * x_i with random odd 64-bit keys w_i.
 
     Any change of a single word is found, since w_i is odd; a change of several is missed with a
-    probability of about 2^-32. The keys are random, or follow from a seed: then checksums of other
-    objects with it, in other processes too, can be compared.
-    The same torch operations run on the CPU and on a GPU, where they read the words once and write
-    and read twice as many bytes: device memory is fast beside the host's bus.
+    probability of about 2^-32. The keys follow from a seed: checksums of other objects with it, in
+    other processes too, can be compared.
     """
 
+    count: Final = 1
+
     def __init__(
-        self, num_words: int, most_rows: int, device: torch.device, seed: int | None = None
+        self, num_words: int, seed: int, kernels: BlockKernels, device: torch.device
     ) -> None:
-        """num_words: of a row; most_rows: at once. seed: None for random keys."""
+        """num_words: of a row."""
         # NumPy promises the same stream in all versions, which torch does not.
         keys = np.random.Philox(key=seed).random_raw(num_words).astype(np.uint64) | np.uint64(1)
         self._keys = torch.from_numpy(keys.view(np.int64)).to(device)
-        self._products = torch.empty((most_rows, num_words), dtype=torch.int64, device=device)
+        self._shape = PageShape(1, 1, num_words)
+        self._kernels = kernels
 
-    def beside(self) -> "BlockChecksums":
-        """Return one with the same keys and a buffer of its own, for another stream."""
-        other = copy(self)
-        other._products = torch.empty_like(self._products)
-        return other
-
-    def of(self, rows: Tensor) -> Tensor:
-        """Return int64 [n] for int32 rows [n, num_words], at most most_rows. Never waits for the
-        device. Uses one buffer: calls on several streams must be ordered."""
-        products = self._products[: rows.shape[0]]
-        return torch.mul(rows, self._keys, out=products).sum(dim=1)
+    def of(self, rows: Tensor, sums: Tensor) -> None:
+        """Write those of rows, int32 [n, num_words], to sums, int64 [n, 1]. Never waits for the
+        device."""
+        self._kernels.sum_parts(rows, self._keys, self._shape, sums)
 
 
 class PartChecksums:
@@ -155,9 +154,11 @@ class PartChecksums:
     its page. Keys are drawn from names, so all daemons have the same, and another head or page is
     found too."""
 
-    def __init__(self, parts: BlockParts, most_rows: int, device: torch.device) -> None:
-        """most_rows: at once."""
+    def __init__(self, parts: BlockParts, kernels: BlockKernels, device: torch.device) -> None:
+        self.count = parts.num_parts
+        """U."""
         self._parts = parts
+        self._kernels = kernels
         self._keys = [torch.from_numpy(each.keys()).to(device) for each in parts.sections]
         numbers = [
             np.repeat(own, section.num_heads)
@@ -165,24 +166,24 @@ class PartChecksums:
         ]
         self._numbers = torch.from_numpy(np.concatenate(numbers)).to(device)
         """[U]"""
-        shape = (most_rows, parts.num_words)
-        self._products = torch.empty(shape, dtype=torch.int64, device=device)
 
-    def beside(self) -> "PartChecksums":
-        """Return one with the same keys and a buffer of its own, for another stream."""
-        other = copy(self)
-        other._products = torch.empty_like(self._products)
-        return other
+    def of(self, rows: Tensor, sums: Tensor) -> None:
+        """Write those of rows, int32 [n, W], to sums, int64 [n, U], without the numbers of pages.
+        If rows have checksums behind their W words, these are subtracted. Never waits for the
+        device."""
+        word, part, num_words = 0, 0, self._parts.num_words
+        stored = rows[:, num_words:] if rows.shape[1] > num_words else None
+        for section, keys in zip(self._parts.sections, self._keys, strict=True):
+            own, end = rows[:, word : word + section.num_words], part + section.num_parts
+            before = None if stored is None else stored[:, 2 * part : 2 * end]
+            shape, target = section.page_shape, sums[:, part:end]
+            self._kernels.sum_parts(own, keys, shape, target, before)
+            word, part = word + section.num_words, end
 
-    def of(self, rows: Tensor) -> Tensor:
-        """Return int64 [n, U] for int32 rows [n, W], at most most_rows. Never waits for the device.
-        Uses one buffer: calls on several streams must be ordered."""
-        products = self._products[: rows.shape[0]]
-        pages, outs = self._parts.by_page(rows), self._parts.by_page(products)
-        for own, keys, out in zip(pages, self._keys, outs, strict=True):
-            torch.mul(own, keys, out=out)
-        sums = [own.sum(dim=(2, 4)).flatten(1) for own in self._parts.by_head(products)]
-        return torch.cat(sums, dim=1) + self._numbers
+    @property
+    def page_numbers(self) -> Tensor:
+        """int64 [U], to be added to the sums."""
+        return self._numbers
 
 
 def numbers_of(hashes: _Hashes) -> Int64s:

@@ -21,7 +21,7 @@ from worker_daemon.runner.connectors.block_files import FileName
 from worker_daemon.runner.connectors.checksums import WORD_BYTES, BlockChecksums
 from worker_daemon.runner.connectors.file_traffic import FetchedBlock, FileBatch
 from worker_daemon.runner.connectors.filed_blocks import FiledBlocks
-from worker_daemon.runner.connectors.interface import Loaded
+from worker_daemon.runner.connectors.interface import NO_BLOCKS, Loaded
 from worker_daemon.runner.connectors.staging import BlockStaging
 from worker_daemon.runner.kv_cache import BlockPages
 from worker_daemon.runner.request_state import RequestState
@@ -53,11 +53,10 @@ class FileConnector:
         self._blocks = blocks
         self._traffic = blocks.traffic
         self._state = state
+        self._device = pages.device
         num_words = pages.block_bytes // WORD_BYTES
-        self._staging = BlockStaging(
-            pages,
-            lambda num_rows, device: BlockChecksums(num_words, num_rows, device, _CHECKSUM_SEED),
-        )
+        checksums = BlockChecksums(num_words, _CHECKSUM_SEED, pages.kernels, pages.device)
+        self._staging = BlockStaging(pages, checksums)
         self._unread: deque[tuple[Loaded, list[FileName], Bools]] = deque()
         """Loads whose outcomes are not counted yet, with their files, and which of them were
         fetched."""
@@ -73,7 +72,7 @@ class FileConnector:
         moves = self._moves_of(step)
         if moves is None:
             return
-        self._staging.begin_arrivals()
+        self._staging.begin_step()
         if moves.store_blocks.size:
             self._store(moves.store_blocks, self._names(moves.tag, moves.store_hashes))
 
@@ -86,11 +85,22 @@ class FileConnector:
         names = self._names(moves.tag, moves.load_hashes)
         fetched = list(map(self._traffic.take, names))
         are_held = np.array([each is not None for each in fetched])
-        loaded = self._staging.load(moves.load_blocks, are_held, partial(_arrive, fetched))
+        arrive, expect = partial(_arrive, fetched), partial(_expect, fetched, self._device)
+        loaded = self._staging.load(moves.load_blocks, are_held, arrive, expect)
         self._blocks.num_loaded += len(names)
         self._unread.append((loaded, names, are_held))
         self._count_known()  # on the CPU this load, too: no later step may come to count it
         return loaded
+
+    def load_beside(self, step: ScheduledStep) -> None:
+        """See KVConnector. There are none."""
+
+    def moved_blocks(self, step: ScheduledStep) -> Int32s:
+        """See KVConnector."""
+        moves = self._moves_of(step)
+        if moves is None:
+            return NO_BLOCKS
+        return np.concatenate((moves.store_blocks, moves.load_blocks))
 
     def settle(self) -> None:
         """See KVConnector."""
@@ -116,7 +126,7 @@ class FileConnector:
             return
         host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
         host.copy_(rows, non_blocking=True)
-        sums = download(checksums)
+        sums = download(checksums[:, 0])
         self._traffic.write(FileBatch(own, host, sums, self._staging.mark_departure()))
 
     def _count_known(self) -> None:
@@ -128,10 +138,12 @@ class FileConnector:
                 self._traffic.discard(names[place])
 
 
-def _arrive(fetched: Sequence[FetchedBlock | None], part: slice, rows: Tensor) -> Tensor:
-    checksums = [0] * len(rows)
+def _arrive(fetched: Sequence[FetchedBlock | None], part: slice, rows: Tensor) -> None:
     for place, block in enumerate(fetched[part]):
         if block is not None:
             rows[place].copy_(block.row, non_blocking=True)
-            checksums[place] = block.checksum
-    return upload(np.array(checksums, np.int64), rows.device)
+
+
+def _expect(fetched: Sequence[FetchedBlock | None], device: torch.device) -> Tensor:
+    checksums = [0 if block is None else block.checksum for block in fetched]
+    return upload(np.array(checksums, np.int64), device)[:, None]

@@ -5,8 +5,8 @@ Shapes: S blocks to store, L blocks to load, W int32 words of a block on this ra
 and the words of its checksums.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from rpc_schema.host_tier import HostTierMoves, HostTierStatus
-from worker_daemon.contracts.arrays import Int32s, Int64s
+from worker_daemon.contracts.arrays import Int32s
 from worker_daemon.device.host_rows import HostRows, PinProgress
 from worker_daemon.device.pinned import upload
 from worker_daemon.device.transfers import CopyTimes
 from worker_daemon.models.weight_state import WeightState
 from worker_daemon.runner.block_contents import BlockContents, Hashes, versioned_tag
 from worker_daemon.runner.connectors.checksums import BlockParts, PartChecksums, numbers_of
-from worker_daemon.runner.connectors.interface import Loaded
+from worker_daemon.runner.connectors.interface import NO_BLOCKS, Loaded
 from worker_daemon.runner.connectors.moved_bytes import MovedBytes
-from worker_daemon.runner.connectors.staging import BlockStaging
+from worker_daemon.runner.connectors.staging import Arrive, BlockStaging, Expect, Leave, Load
 from worker_daemon.runner.connectors.tier_index import TierIndex
 from worker_daemon.runner.kv_cache import BlockPages
 from worker_daemon.runner.request_state import RequestState
@@ -51,6 +51,8 @@ class Moves(NamedTuple):
     """[L]"""
     load_hashes: Hashes
     """[L, bytes of a hash]"""
+    num_beside: int
+    """The last so many loads run beside steps."""
 
 
 @dataclass(slots=True, eq=False)
@@ -142,7 +144,9 @@ class HostTier:
         self._state = state
         self._weights = weights
         self._parts = parts
-        self._staging = BlockStaging(pages, partial(PartChecksums, parts), parts.checksum_words)
+        self._device = pages.device
+        self._checksums = PartChecksums(parts, pages.kernels, pages.device)
+        self._staging = BlockStaging(pages, self._checksums, parts.checksum_words)
         self.arrivals: deque[ReceivedBlocks] = deque()
         """Filled by the thread that receives from other groups (peers.py)."""
         self._unread: deque[Loaded] = deque()
@@ -165,13 +169,12 @@ class HostTier:
         moves = self._moves_of(step)
         if moves is None:
             return
-        self._staging.begin_arrivals()
+        self._staging.begin_step()
         if not moves.store_slots.size:
             return
         tag = versioned_tag(moves.tag, self._weights.version)
         add = self._adding(tag, moves.store_slots, moves.store_hashes, step.seq)
-        numbers = numbers_of(moves.store_hashes)
-        leave = partial(self._leave, moves.store_slots, numbers, add)
+        leave = self._leaving(moves.store_slots, moves.store_hashes, add)
         self._staging.store(moves.store_blocks, leave)
         contents = self._state.host_contents
         contents.store(tag, moves.store_slots, moves.store_hashes, step.seq)
@@ -180,14 +183,38 @@ class HostTier:
     def load(self, step: ScheduledStep) -> Loaded | None:
         """See KVConnector."""
         moves = self._moves_of(step)
-        if moves is None or not moves.load_slots.size:
+        if moves is None:
             return None
+        end = moves.load_slots.size - moves.num_beside
+        return self._load(moves, slice(end), step.seq, self._staging.load)
+
+    def load_beside(self, step: ScheduledStep) -> Loaded | None:
+        """See KVConnector."""
+        moves = self._moves_of(step)
+        if moves is None:
+            return None
+        first = moves.load_slots.size - moves.num_beside
+        return self._load(moves, slice(first, None), step.seq, self._staging.load_beside)
+
+    def moved_blocks(self, step: ScheduledStep) -> Int32s:
+        """See KVConnector."""
+        moves = self._moves_of(step)
+        if moves is None:
+            return NO_BLOCKS
+        return np.concatenate((moves.store_blocks, moves.load_blocks))
+
+    def _load(self, moves: Moves, part: slice, seq: int, load: Load) -> Loaded | None:
+        """Load in the order of the slots: those of neighbors are one copy."""
+        if not moves.load_slots[part].size:
+            return None
+        order = np.argsort(moves.load_slots[part])
+        blocks, slots = moves.load_blocks[part][order], moves.load_slots[part][order]
+        hashes = moves.load_hashes[part][order]
+        self._state.contents.write(blocks, seq)
         tag = versioned_tag(moves.tag, self._weights.version)
-        self._state.contents.write(moves.load_blocks, step.seq)
-        are_held = self._state.host_contents.hold(tag, moves.load_slots, moves.load_hashes)
-        arrive = partial(self._arrive, moves.load_slots, numbers_of(moves.load_hashes))
-        loaded = self._staging.load(moves.load_blocks, are_held, arrive)
-        self.counts.num_loaded += moves.load_slots.size
+        are_held = self._state.host_contents.hold(tag, slots, hashes)
+        loaded = load(blocks, are_held, self._arriving(slots), self._expecting(hashes))
+        self.counts.num_loaded += slots.size
         self._unread.append(loaded)
         self._count_known()  # on the CPU this load, too: no later step may come to count it
         return loaded
@@ -232,40 +259,58 @@ class HostTier:
 
         return add
 
-    def _leave(
-        self,
-        slots: Int32s,
-        numbers: Int64s,
-        add: _Add | None,
-        part: slice,
-        rows: Tensor,
-        checksums: Tensor,
-    ) -> None:
-        """numbers: of the hashes, which checksums in host memory contain."""
-        named = checksums + upload(numbers[part], rows.device)[:, None]
-        rows[:, self._parts.num_words :].copy_(named.view(torch.int32))
-        for row, slot, count in self._runs(slots[part]):
-            target = self._host[slot : slot + count]
-            target.copy_(rows[row : row + count], non_blocking=True)
-        if add is not None:
-            add(part, self._staging.mark_departure())
+    def _leaving(self, slots: Int32s, hashes: Hashes, add: _Add | None) -> Leave:
+        """Return what copies blocks to slots."""
+        runs, numbers = self._runs(slots), numbers_of(hashes)
 
-    def _arrive(self, slots: Int32s, numbers: Int64s, part: slice, rows: Tensor) -> Tensor:
-        for row, slot, count in self._runs(slots[part]):
-            source = self._host[slot : slot + count]
-            rows[row : row + count].copy_(source, non_blocking=True)
-        named = rows[:, self._parts.num_words :].contiguous().view(torch.int64)
-        return named - upload(numbers[part], rows.device)[:, None]
+        def leave(part: slice, rows: Tensor, sums: Tensor) -> None:
+            sums += upload(numbers[part], self._device)[:, None]
+            sums += self._checksums.page_numbers
+            rows[:, self._parts.num_words :].copy_(sums.view(torch.int32))
+            for row, slot, count in runs[part.start]:
+                target = self._host[slot : slot + count]
+                target.copy_(rows[row : row + count], non_blocking=True)
+            if add is not None:
+                add(part, self._staging.mark_departure())
 
-    def _runs(self, slots: Int32s) -> Iterator[tuple[int, int, int]]:
-        """Yield runs of slots that follow each other within a piece of the host's memory, each as
-        one copy: place of the first, its slot, and their number."""
+        return leave
+
+    def _arriving(self, slots: Int32s) -> Arrive:
+        """Return what copies blocks from slots."""
+        runs = self._runs(slots)
+
+        def arrive(part: slice, rows: Tensor) -> None:
+            for row, slot, count in runs[part.start]:
+                source = self._host[slot : slot + count]
+                rows[row : row + count].copy_(source, non_blocking=True)
+
+        return arrive
+
+    def _expecting(self, hashes: Hashes) -> Expect:
+        """Return what sums are, without the numbers of pages and less what the slots hold: that has
+        the number of the block's hash, too."""
+
+        def expect() -> Tensor:
+            numbers = upload(numbers_of(hashes), self._device)
+            return -(numbers[:, None] + self._checksums.page_numbers)
+
+        return expect
+
+    def _runs(self, slots: Int32s) -> Mapping[int, list[tuple[int, int, int]]]:
+        """Return, by the first place of each part, runs of slots that follow each other within a
+        piece of the host's memory, each as one copy: place of the first in the part, its slot, and
+        their number."""
+        places, most = np.arange(slots.size), self._staging.part_rows
         pieces = slots // self._memory.rows_per_piece
-        is_first = np.ones(slots.size, np.bool_)
-        is_first[1:] = (np.diff(slots) != 1) | (np.diff(pieces) != 0)
+        is_first = places % most == 0
+        is_first[1:] |= (np.diff(slots) != 1) | (np.diff(pieces) != 0)
         starts = np.flatnonzero(is_first)
         counts = np.diff(np.append(starts, slots.size))
-        yield from zip(starts.tolist(), slots[starts].tolist(), counts.tolist(), strict=True)
+        found: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        columns = starts.tolist(), slots[starts].tolist(), counts.tolist()
+        for start, slot, count in zip(*columns, strict=True):
+            found[start // most * most].append((start % most, slot, count))
+        return found
 
     def _count_known(self) -> None:
         while self._unread and self._unread[0].is_known:

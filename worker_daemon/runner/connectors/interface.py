@@ -5,13 +5,15 @@ A connector checks nothing that differs between ranks before a step runs, and re
 block that it cannot deliver is filled with NaN, so that every rank learns of it by the logits.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Final, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from worker_daemon.contracts.arrays import Bools, Int32s
+from worker_daemon.device.transfers import LoadEnd
 from worker_daemon.runner.scheduled_step import ScheduledStep
 
 
@@ -23,14 +25,13 @@ class Loaded(NamedTuple):
     is_bad: Sequence[Tensor]
     """bool, [L] together, on the host: True for blocks that were filled with NaN. To be read once
     they are known."""
-    has_arrived: Callable[[], bool] | None
-    """Returns True once is_bad is there; None: it is."""
+    end: LoadEnd
 
     @property
     def is_known(self) -> bool:
-        """True once it is known which blocks were filled with NaN, as it is when the step has
-        run."""
-        return self.has_arrived is None or self.has_arrived()
+        """True once the blocks are there, and it is known which were filled with NaN. If steps wait
+        for the load, it is known when the step has run."""
+        return self.end.is_there
 
     @property
     def are_bad(self) -> Bools:
@@ -43,6 +44,9 @@ class Loaded(NamedTuple):
         """The blocks that were filled with NaN, once they are known."""
         invalid: Int32s = self.block_ids[self.are_bad]
         return invalid
+
+
+NO_BLOCKS: Final = np.zeros(0, np.int32)
 
 
 class KVConnector(Protocol):
@@ -63,6 +67,13 @@ class KVConnector(Protocol):
     def load(self, step: ScheduledStep) -> Loaded | None:
         """Start what it loads, after the stores of all connectors: it is there before the step
         reads it. Return the loads, if there are any."""
+
+    def load_beside(self, step: ScheduledStep) -> Loaded | None:
+        """Start what it loads beside steps: later steps wait for the arrival of blocks that they
+        use. Return these loads, if there are any; they end in the order in which they began."""
+
+    def moved_blocks(self, step: ScheduledStep) -> Int32s:
+        """Return the blocks that it stores or loads."""
 
     def settle(self) -> None:
         """Wait for all copies, before memory is freed."""

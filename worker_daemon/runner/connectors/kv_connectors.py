@@ -1,19 +1,24 @@
 """KVConnectors: all KV connectors of a runner, which do the moves of a step together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
+from worker_daemon.device.transfers import LoadEnd
+from worker_daemon.runner.connectors.beside import LoadsBeside
 from worker_daemon.runner.connectors.interface import KVConnector, Loaded
 from worker_daemon.runner.scheduled_step import ScheduledStep
 
 
 class KVConnectors:
-    """Owned by the runner, used on the step thread. A step that moves nothing does not call it."""
+    """Owned by the runner, used on the step thread. A step that moves nothing calls it only while
+    loads run beside steps."""
 
     def __init__(self, connectors: Sequence[KVConnector]) -> None:
-        """connectors: at least one."""
+        """connectors: at least one; at most one of them loads beside steps."""
         self._all = tuple(connectors)
+        self.beside = LoadsBeside()
+        """Loads that run beside steps."""
 
     @property
     def counts(self) -> tuple[object, ...]:
@@ -22,9 +27,18 @@ class KVConnectors:
 
     def begin(self, step: ScheduledStep) -> Loaded | None:
         """Start what an accepted step moves: all stores before all loads, since one place may load
-        into a block that another stores. Return the loads, if there are any. See KVConnector."""
+        into a block that another stores. Return the loads that the step waits for, if there are
+        any. See KVConnector."""
+        if self.beside.is_loading:
+            moved = [each.moved_blocks(step) for each in self._all]
+            self.beside.await_blocks(np.concatenate((step.block_updates.block_ids, *moved)))
         for connector in self._all:
             connector.store(step)
+        for connector in self._all:
+            beside = connector.load_beside(step)
+            if beside is not None:
+                self.beside.add(beside)
+                self.beside.await_blocks(step.block_updates.block_ids)
         loads = [own for each in self._all if (own := each.load(step)) is not None]
         return _joined(loads) if len(loads) > 1 else next(iter(loads), None)
 
@@ -36,13 +50,21 @@ class KVConnectors:
 
 def _joined(loads: Sequence[Loaded]) -> Loaded:
     """Return the loads of several connectors as one."""
-    waits = [each.has_arrived for each in loads if each.has_arrived is not None]
     return Loaded(
         np.concatenate([each.block_ids for each in loads]),
         [part for each in loads for part in each.is_bad],
-        _all_of(waits) if waits else None,
+        _AllLoads([each.end for each in loads]),
     )
 
 
-def _all_of(waits: Sequence[Callable[[], bool]]) -> Callable[[], bool]:
-    return lambda: all(has_arrived() for has_arrived in waits)
+class _AllLoads(LoadEnd):
+    def __init__(self, arrivals: Sequence[LoadEnd]) -> None:
+        self._all = arrivals
+
+    @property
+    def is_there(self) -> bool:
+        return all(each.is_there for each in self._all)
+
+    def await_in_steps(self) -> None:
+        for each in self._all:
+            each.await_in_steps()

@@ -1,96 +1,111 @@
-"""Blocks on their way between the KV cache and the host, for any connector: through two staging
-buffers on the device, with a checksum made of each block that leaves and of each that arrives.
+"""Blocks on their way between the KV cache and the host, for any connector: through staging buffers
+on the device, with a checksum made of each block that leaves and of each that arrives.
 
 Shapes: P rows of a staging buffer, W int32 words of a block on this rank, R those words and what a
 connector keeps behind them, n at most P, U checksums of a block.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from rpc_schema.moved_blocks import MAX_MOVED_BLOCKS
 from worker_daemon.contracts.arrays import Bools, Int32s
 from worker_daemon.device.pinned import download, upload
-from worker_daemon.device.transfers import CopyTimes, transfer_order
+from worker_daemon.device.transfers import DEPTH, CopyTimes, LoadLane, TransferOrder
 from worker_daemon.runner.connectors.checksums import WORD_BYTES
 from worker_daemon.runner.connectors.interface import Loaded
 from worker_daemon.runner.kv_cache import BlockPages
 
-STAGING_BYTES: Final = 16 << 20
-"""Size of a staging buffer, or one block: a few blocks leave or arrive at once, in copies long
-enough for the bus."""
+STAGING_BYTES: Final = 64 << 20
+"""Size of a staging buffer, or one block: blocks leave or arrive together, in copies long enough
+for the bus, and with few launches."""
+_LANES: Final = 3
+"""To the host, from there before a step, and from there beside steps."""
+_SUMS_BLOCKS: Final = 32
+"""The checksums of the most blocks that a step moves are no larger than so many blocks."""
 
 Leave: TypeAlias = Callable[[slice, Tensor, Tensor], None]
 """Starts the copies of some blocks to the host: which of them, their rows, int32 [n, R], and their
-checksums, int64 [n] or [n, U], both on the device."""
+checksums, int64 [n, U], both on the device."""
 
-Arrive: TypeAlias = Callable[[slice, Tensor], Tensor]
+Arrive: TypeAlias = Callable[[slice, Tensor], None]
 """Starts the copies of some blocks from the host: which of them, and the rows on the device that
-take them, int32 [n, R]. Returns the checksums that they must have, on the device."""
+take them, int32 [n, R]."""
+
+Expect: TypeAlias = Callable[[], Tensor]
+"""Returns the checksums that blocks must have, int64 [L, U] on the device or what broadcasts to
+it: those of all R words, if a connector keeps some behind W (see Checksums.of)."""
+
+Load: TypeAlias = Callable[[Int32s, Bools, Arrive, Expect], Loaded]
+"""BlockStaging.load or load_beside."""
 
 
 class Checksums(Protocol):
     """Makes the checksums of a connector's blocks: BlockChecksums or PartChecksums."""
 
-    def beside(self) -> "Checksums":
-        """Return one with the same keys, for another stream."""
+    @property
+    def count(self) -> int:
+        """U."""
 
-    def of(self, rows: Tensor) -> Tensor:
-        """Return int64 [n] or [n, U] for int32 rows [n, W]."""
-
-
-MakeChecksums: TypeAlias = Callable[[int, torch.device], Checksums]
-"""Makes them, for so many rows at once on a device."""
+    def of(self, rows: Tensor, sums: Tensor) -> None:
+        """Write those of rows, int32 [n, W], or int32 [n, R] for blocks that arrive, to sums, int64
+        [n, U]. Never waits for the device."""
 
 
 def staging_rows(block_bytes: int) -> int:
     """Return P, for blocks of this size."""
-    return max(1, STAGING_BYTES // block_bytes)
+    return max(1, min(STAGING_BYTES // block_bytes, MAX_MOVED_BLOCKS))
 
 
 def staging_device_bytes(block_bytes: int) -> int:
-    """Return the most device memory that a connector takes: for each direction a staging buffer and
-    products of twice its size, and keys of twice the size of a block."""
-    return 6 * staging_rows(block_bytes) * block_bytes + 2 * block_bytes
+    """Return the most device memory that a connector takes: staging buffers, checksums, and keys of
+    twice the size of a block."""
+    return (_LANES * DEPTH * staging_rows(block_bytes) + _SUMS_BLOCKS + 2) * block_bytes
 
 
 class BlockStaging:
     """Owned by a connector, used on the step thread. Only launches, but on the CPU, where all is
     done when a call returns."""
 
-    def __init__(
-        self, pages: BlockPages, make_checksums: MakeChecksums, tail_words: int = 0
-    ) -> None:
+    def __init__(self, pages: BlockPages, checksums: Checksums, tail_words: int = 0) -> None:
         """pages: of the KV cache. tail_words: R - W."""
         device = pages.device
         self._pages = pages
-        self._order = transfer_order(device)
-        num_rows = staging_rows(pages.block_bytes)
+        self._order = TransferOrder(device)
         self._num_words = pages.block_bytes // WORD_BYTES
-        shape = (2, num_rows, self._num_words + tail_words)
-        self._outgoing, self._incoming = torch.empty(shape, dtype=torch.int32, device=device)
-        """int32 [P, R]"""
-        # Of each direction its own: they run on different streams.
-        self._sums_out = make_checksums(num_rows, device)
-        self._sums_in = self._sums_out.beside()
+        shape = (DEPTH, staging_rows(pages.block_bytes), self._num_words + tail_words)
+        self._outgoing, self._incoming, self._incoming_beside = (
+            torch.empty(shape, dtype=torch.int32, device=device) for _ in range(_LANES)
+        )
+        """int32 [DEPTH, P, R]"""
+        self._checksums = checksums
+        if device.type == "cuda":
+            self._compile()
 
-    def begin_arrivals(self) -> None:
+    @property
+    def part_rows(self) -> int:
+        """P: blocks move in parts of so many, the last one of fewer."""
+        return self._outgoing.shape[1]
+
+    def begin_step(self) -> None:
         """Let the loads of a step see what has left before: call it before its stores."""
-        self._order.begin_arrivals()
+        self._order.loads.see_stores()
+        self._order.loads_beside.see_stores()
 
     def store(self, block_ids: Int32s, leave: Leave) -> None:
         """Let blocks [S] leave, as the steps launched so far have left them."""
-        most = len(self._outgoing)
-        for first in range(0, block_ids.size, most):
-            part = slice(first, min(first + most, block_ids.size))
-            rows = self._outgoing[: part.stop - first]
-            with self._order.gathering():
+        stores, ids = self._order.stores, upload(block_ids, self._pages.device)
+        for buffer, part, rows in self._parts(block_ids.size, self._outgoing):
+            with stores.gathering(buffer):
                 blocks = rows[:, : self._num_words]
-                self._pages.gather(upload(block_ids[part], rows.device), blocks)
-            with self._order.leaving():
-                leave(part, rows, self._sums_out.of(blocks))
+                self._pages.gather(ids[part], blocks)
+            with stores.leaving(buffer):
+                sums = rows.new_empty((len(rows), self._checksums.count), dtype=torch.int64)
+                self._checksums.of(blocks, sums)
+                leave(part, rows, sums)
 
     @property
     def times(self) -> CopyTimes:
@@ -101,33 +116,74 @@ class BlockStaging:
     def have_left(self) -> Callable[[], bool]:
         """Returns True if what was stored so far is on the host: for any thread. It holds none of
         the buffers."""
-        return self._order.have_left
+        return self._order.stores.have_left
 
     def mark_departure(self) -> Callable[[], None]:
         """Return a function that waits, on any thread, until what left so far is on the host. For
         a Leave."""
-        return self._order.mark_departure()
+        return self._order.stores.mark()
 
-    def load(self, block_ids: Int32s, are_held: Bools, arrive: Arrive) -> Loaded:
-        """Let blocks [L] arrive, and fill those with NaN that do not have their checksum. are_held:
-        bool [L], False for blocks that are not there at all."""
-        most, found = len(self._incoming), []
-        for first in range(0, block_ids.size, most):
-            part = slice(first, min(first + most, block_ids.size))
-            rows = self._incoming[: part.stop - first]
-            with self._order.arriving():
-                expected = arrive(part, rows)
-                blocks = rows[:, : self._num_words]
-                is_bad = (self._sums_in.of(blocks) != expected).view(len(rows), -1).any(dim=1)
-                is_bad |= upload(~are_held[part], rows.device)
-                self._pages.poison(blocks, is_bad)
-                found.append(download(is_bad))
-                are_known = self._order.mark_arrival()
-            with self._order.scattering():
-                self._pages.scatter(blocks, upload(block_ids[part], rows.device))
-        # The parts are on the host when the last is: joined only then.
-        return Loaded(block_ids, found, are_known)
+    def load(self, block_ids: Int32s, are_held: Bools, arrive: Arrive, expect: Expect) -> Loaded:
+        """Let blocks [L] arrive before the steps that are launched later, and fill those with NaN
+        that do not have their checksum. are_held: bool [L], False for blocks that are not there at
+        all."""
+        lane, buffers = self._order.loads, self._incoming
+        loaded = self._load(lane, buffers, block_ids, are_held, arrive, expect)
+        loaded.end.await_in_steps()
+        return loaded
+
+    def load_beside(
+        self, block_ids: Int32s, are_held: Bools, arrive: Arrive, expect: Expect
+    ) -> Loaded:
+        """Let blocks [L] arrive beside steps: as load(), but a step that reads or writes them has
+        to wait for the arrival first."""
+        lane, buffers = self._order.loads_beside, self._incoming_beside
+        return self._load(lane, buffers, block_ids, are_held, arrive, expect)
 
     def settle(self) -> None:
         """Wait for all copies."""
         self._order.settle()
+
+    def _load(
+        self,
+        lane: LoadLane,
+        buffers: Tensor,
+        block_ids: Int32s,
+        are_held: Bools,
+        arrive: Arrive,
+        expect: Expect,
+    ) -> Loaded:
+        device = buffers.device
+        with lane.loading():
+            ids, held = upload(block_ids, device), upload(are_held, device)
+            sums = torch.empty(
+                (block_ids.size, self._checksums.count), dtype=torch.int64, device=device
+            )
+            for buffer, part, rows in self._parts(block_ids.size, buffers):
+                with lane.copying(buffer):
+                    arrive(part, rows)
+                self._checksums.of(rows, sums[part])
+                self._pages.scatter(rows[:, : self._num_words], ids[part])
+                lane.emptied(buffer)
+            are_bad = (sums != expect()).any(dim=1) | ~held
+            self._pages.poison(ids, are_bad)
+            found = download(are_bad)
+        return Loaded(block_ids, [found], lane.end())
+
+    def _parts(self, count: int, buffers: Tensor) -> Iterator[tuple[int, slice, Tensor]]:
+        """Yield the parts of so many blocks, each with the number of its buffer and its rows."""
+        most = buffers.shape[1]
+        for number, first in enumerate(range(0, count, most)):
+            part, buffer = slice(first, min(first + most, count)), number % DEPTH
+            yield buffer, part, buffers[buffer, : part.stop - first]
+
+    def _compile(self) -> None:
+        """Run each kernel once, on the null block, whose contents do not matter."""
+        rows = self._incoming[0, :1]
+        blocks, ids = rows[:, : self._num_words], rows.new_zeros(1)
+        self._pages.gather(ids, blocks)
+        sums = rows.new_empty((1, self._checksums.count), dtype=torch.int64)
+        self._checksums.of(blocks, sums)
+        self._checksums.of(rows, sums)
+        self._pages.scatter(blocks, ids)
+        self._pages.poison(ids, ids.bool())

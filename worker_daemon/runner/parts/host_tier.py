@@ -39,7 +39,7 @@ class HostTierPart(StepPart):
         self, extension: HostTierMoves, frames: Sequence[Frame], limits: StepLimits
     ) -> Moves:
         """Raises InvalidStepError: a block or slot does not exist or is named twice, a slot is
-        stored to and loaded, or columns do not fit."""
+        stored to and loaded, more loads run beside steps than there are, or columns do not fit."""
         store_blocks = read_blocks("store_blocks", extension.store_blocks, limits)
         load_blocks = read_blocks("load_blocks", extension.load_blocks, limits)
         store_slots = _slots("store_slots", extension.store_slots, store_blocks, limits)
@@ -51,6 +51,9 @@ class HostTierPart(StepPart):
         if both.size:
             fix = "load it in a step before the one that replaces it"
             raise invalid("extensions.load_slots", int(both[0]), fix)
+        if extension.num_beside > load_blocks.size:
+            fix = f"at most the number of loads, {load_blocks.size}"
+            raise invalid("extensions.num_beside", extension.num_beside, fix)
         width = extension.hash_bytes
         return Moves(
             extension.block_tag,
@@ -60,6 +63,7 @@ class HostTierPart(StepPart):
             load_blocks,
             load_slots,
             read_hashes("load_hashes", extension.load_hashes, load_blocks.size, width),
+            extension.num_beside,
         )
 
     def loaded_blocks(self, step_values: Moves) -> Int32s:

@@ -1,0 +1,70 @@
+"""Loads of prefixes beside steps: a waiting request whose prefix lies in host memory leaves the
+line, steps go on meanwhile, and it comes back once its blocks are in the prefix cache.
+
+Nothing depends on the news of their arrival but the time at which the request is admitted: a step
+that uses one of the blocks earlier waits for it on the device.
+"""
+
+from collections.abc import Collection
+from typing import Final
+
+from worker_client.scheduler.outside_blocks import OutsideBlocks
+from worker_client.scheduler.prefix_search import OUTSIDE, Prefix
+from worker_client.scheduler.request import Request
+from worker_client.scheduler.request_blocks import RequestBlocks
+from worker_client.scheduler.request_queues import RequestQueues
+
+LEAST_BLOCKS: Final = 64
+"""Fewer are loaded by the step that admits the request: 128 MiB of the KV cache of an 8B model take
+2.5 ms, which is less than the wait for the steps in between."""
+
+
+class PrefixLoads:
+    """Owned by a scheduler."""
+
+    def __init__(
+        self, outside: OutsideBlocks, queues: RequestQueues, blocks: RequestBlocks
+    ) -> None:
+        self._outside = outside
+        self._queues = queues
+        self._blocks = blocks
+        self._lacking: dict[str, set[int]] = {}
+        """Blocks of requests that are not there yet."""
+
+    @property
+    def is_loading(self) -> bool:
+        """True if requests wait for loads."""
+        return bool(self._lacking)
+
+    def begin(self, request: Request, prefix: Prefix) -> bool:
+        """Load the prefix of the first request in line beside steps, if others run meanwhile and it
+        is worth it; then return True: the request is out of line. prefix: as found now, and there
+        are blocks for it."""
+        num_outside = sum(own.count(OUTSIDE) for own in prefix.by_group)
+        if num_outside < LEAST_BLOCKS or request.blocks.were_loaded or not self._queues.running:
+            return False
+        lacking = self._outside.load_beside(self._blocks.load(request, prefix))
+        if len(lacking) < LEAST_BLOCKS:  # the rest is from files, which is loaded before the step
+            self.end(lacking)
+            return False
+        self._lacking[request.id] = lacking
+        self._queues.load(request)
+        return True
+
+    def end(self, block_ids: Collection[int]) -> None:
+        """Take note of loads that have ended: requests that lack no block are in line again."""
+        self._outside.have_arrived(block_ids)
+        for req_id, lacking in [*self._lacking.items()]:
+            lacking.difference_update(block_ids)
+            if not lacking:
+                self._release(req_id)
+
+    def end_all(self) -> None:
+        """Let all requests be in line again: nothing else is to be done, or what they load is lost.
+        What is still being loaded stays where it is."""
+        for req_id in [*self._lacking]:
+            self._release(req_id)
+
+    def _release(self, req_id: str) -> None:
+        del self._lacking[req_id]
+        self._queues.end_load(req_id)
