@@ -1,6 +1,6 @@
 """Prefill apart from decode: another group computes the prompts of new requests, and its KV blocks
-come to this group's host tier before the scheduler admits them. Whatever fails there, the request
-is admitted nevertheless, and computes what it lacks.
+come to this group's host tier, as they are computed, before the scheduler admits them. Whatever
+fails there, the request is admitted nevertheless, and computes what it lacks.
 
 A request here has all its prompt, and the same sampling as without: only the KV of full blocks
 comes from elsewhere, and the last token of the prompt is computed here.
@@ -22,7 +22,8 @@ from worker_client.errors import WorkerDied, config_error
 from worker_client.group.kv_transfers import BlockMove, GroupTransfers, TransferLink
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import HoldingScheduler
-from worker_client.scheduler.block_exchange import HeldContents, HostBlockExchange
+from worker_client.scheduler.block_exchange import HostBlockExchange
+from worker_client.scheduler.content_names import HeldContents
 from worker_host.metrics import HistogramCounts
 
 RETRY_S: Final = 0.5
@@ -52,15 +53,31 @@ class Described(NamedTuple):
     shards: tuple[KVShard, ...] | None
 
 
-class Computed(NamedTuple):
-    """Contents of a prompt that are on their way to host memory, or there."""
+class SlotsWanted(NamedTuple):
+    """A prompt is about to be computed, and waits for a grant() of slots."""
 
     number: int
     """Number of the prompt."""
     tag: bytes
-    """Tag of the names: HostBlockExchange.tag."""
+    """Tag of its names: HostBlockExchange.tag."""
+
+
+class Sending(NamedTuple):
+    """A move of contents of a prompt that slots were granted for. The driver that decodes has its
+    ranks receive it, or leaves the link."""
+
+    link: int
+    move: int
+    """1 for the first of a link, then one more each."""
+    number: int
+    """Number of the prompt."""
     names: list[bytes]
-    """The first of those that were asked for; none if it has failed."""
+
+
+class PromptOver(NamedTuple):
+    """No further contents of a prompt will be sent: it was computed, dropped, or has failed."""
+
+    number: int
 
 
 class LinkLeft(NamedTuple):
@@ -79,11 +96,11 @@ class Ended(NamedTuple):
     error: Exception | None
 
 
-PrefillNews: TypeAlias = Described | Computed | LinkLeft | Opened | Ended
+PrefillNews: TypeAlias = Described | SlotsWanted | Sending | PromptOver | LinkLeft | Opened | Ended
 
 PromptEnd: TypeAlias = Literal["moved", "lacking", "failed", "late", "left"]
-"""End of a prompt's time at the other group: its blocks are here; it has none that this group can
-use; the link or the move has failed; it was not in time; its requests have ended before."""
+"""End of the wait for a prompt: its blocks are here; the other group has none that this group can
+use; the link or a move has failed; it was not in time; its requests have ended before."""
 HELD_BOUNDS_S: Final = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0),
 )
@@ -98,6 +115,8 @@ class PrefillCounts:
         self.prompts: Counter[PromptEnd] = Counter(dict.fromkeys(get_args(PromptEnd), 0))
         self.num_blocks = 0
         """Blocks that have come."""
+        self.num_early_blocks = 0
+        """Those of them that have come before their prompts were computed."""
         self.num_lost_links = 0
         """Transfer links that have ended, or could not be opened."""
         self.held = HistogramCounts(HELD_BOUNDS_S)
@@ -122,14 +141,14 @@ class PrefillGroup(Protocol):
         """Have its ranks join a transfer link."""
 
     def compute(self, number: int, request: GenerationRequest, names: list[bytes]) -> None:
-        """Compute a request's prompt, and ask for a Computed with contents of these names."""
+        """Compute a request's prompt, of which this group lacks contents of these names."""
+
+    def grant(self, link: TransferLink, number: int, names: list[bytes]) -> None:
+        """Have contents of a prompt sent as they are computed: there are slots for them until its
+        PromptOver, and the end of its moves."""
 
     def drop(self, number: int) -> None:
-        """Give up a prompt, or the blocks of one that is not sent."""
-
-    def send(self, link: TransferLink, number: int, move: int, names: list[bytes]) -> None:
-        """Send contents of a prompt with the move of this number, and drop the prompt when they are
-        sent."""
+        """Give up a prompt that is not over, and ask for its PromptOver."""
 
     def news(self) -> list[PrefillNews]:
         """Return what has happened since the last call."""
@@ -147,10 +166,24 @@ class _Prompt:
     waiting: dict[str, float] = field(default_factory=dict)
     """Requests that are held for it, and since when."""
     is_sent: bool = False
-    """The other group computes it; False while there is no link."""
-    move: int = 0
-    reserved: list[HeldContents] = field(default_factory=list)
-    """Contents that the move brings."""
+    """The other group has it; False while there is no link."""
+    is_over: bool = False
+    """The other group sends no more of it."""
+    is_left: bool = False
+    """Nothing waits for it any more."""
+    reserved: dict[bytes, HeldContents] = field(default_factory=dict)
+    """Slots of contents that may come, by name."""
+    moves: dict[int, list[HeldContents]] = field(default_factory=dict)
+    """Contents that are on their way, by move."""
+    has_come: bool = False
+    """A move has brought contents."""
+    has_failed: bool = False
+    """A move has failed."""
+
+    @property
+    def has_slots(self) -> bool:
+        """True while the other group may fill slots of this one."""
+        return bool(self.moves or (self.reserved and not self.is_over))
 
 
 class RemotePrefillPart(DriverPart):
@@ -174,7 +207,7 @@ class RemotePrefillPart(DriverPart):
         self._link: TransferLink | None = None
         self._is_open = False
         self._num_moves = 0
-        """Number of moves of the link."""
+        """Number of moves of the link that ranks receive or have received."""
         self._describing = False
         self._retry_at = 0.0
         self._opening_until = 0.0
@@ -194,8 +227,8 @@ class RemotePrefillPart(DriverPart):
     def ended(self, req_id: str) -> None:
         for prompt in [each for each in self._prompts.values() if req_id in each.waiting]:
             del prompt.waiting[req_id]
-            if not prompt.waiting and not prompt.move:
-                self._forget(prompt, "left")
+            if not prompt.waiting:
+                self._release(prompt, "left")
 
     def attend(self) -> None:
         for news in self._prefill.news():
@@ -205,24 +238,24 @@ class RemotePrefillPart(DriverPart):
         if self._prompts:
             now = time.monotonic()
             for prompt in [each for each in self._prompts.values() if now >= each.deadline]:
-                _LOG.warning("blocks of %s have not come in time", sorted(prompt.waiting))
-                if prompt.move:
-                    self._lose_link("a move has not ended in time")
+                if prompt.is_left:
+                    self._lose_link("a prompt that was given up has not ended in time")
                     return
+                _LOG.warning("blocks of %s have not come in time", sorted(prompt.waiting))
                 self._release(prompt, "late")
 
     def group_replaced(self) -> None:
         self._lose_link("a daemon of this group was replaced")
 
     def wait(self) -> bool:
-        if not self._prompts:
+        if not any(prompt.waiting for prompt in self._prompts.values()):
             return False
         time.sleep(WAIT_S)
         return True
 
     @property
     def _is_moving(self) -> bool:
-        return any(prompt.move for prompt in self._prompts.values())
+        return any(prompt.moves for prompt in self._prompts.values())
 
     def _hold(self, request: GenerationRequest) -> None:
         """Hold a request until what it lacks is here, if anything can come."""
@@ -271,8 +304,12 @@ class RemotePrefillPart(DriverPart):
         elif isinstance(news, LinkLeft):
             if self._link is not None and news.link == self._link.number:
                 self._lose_link("the prefill group has left it")
-        else:
-            self._move(news)
+        elif isinstance(news, SlotsWanted):
+            self._grant(news)
+        elif isinstance(news, Sending):
+            self._receive(news)
+        elif (prompt := self._prompts.get(news.number)) is not None:
+            self._end(prompt)
 
     def _open(self, sources: tuple[KVShard, ...] | None) -> None:
         """Open a transfer link, if the other group is ready for one."""
@@ -311,70 +348,97 @@ class RemotePrefillPart(DriverPart):
             self._has_failed = False
             for prompt in [each for each in self._prompts.values() if not each.is_sent]:
                 self._compute(prompt)
-        for prompt in [each for each in self._prompts.values() if each.move]:
-            if prompt.move <= report.num_ended:
-                self._end_move(prompt, has_come=prompt.move not in report.failed)
+        for prompt in [each for each in self._prompts.values() if each.moves]:
+            for move in [move for move in prompt.moves if move <= report.num_ended]:
+                self._end_move(prompt, move, has_come=move not in report.failed)
         if report.fault:
             self._lose_link(report.fault)
         elif not self._is_open and time.monotonic() >= self._opening_until:
             self._lose_link("its ranks have not met in time")
 
-    def _move(self, computed: Computed) -> None:
-        """Have the blocks of a prompt sent here."""
-        prompt, link = self._prompts.get(computed.number), self._link
-        if prompt is None or link is None or not self._is_open:
-            self._prefill.drop(computed.number)
+    def _grant(self, wanted: SlotsWanted) -> None:
+        """Give slots to what a prompt's requests lack, as far as there is room."""
+        prompt, link = self._prompts.get(wanted.number), self._link
+        if prompt is None or prompt.is_left or link is None:  # it was told that it is dropped
             return
         reserved = []
-        if computed.tag == self._exchange.tag:
-            reserved = self._exchange.reserve(computed.names)
+        if wanted.tag == self._exchange.tag:
+            reserved = self._exchange.reserve(prompt.names)
         if not reserved:
-            self._prefill.drop(computed.number)
             self._release(prompt, "lacking")
             return
-        prompt.reserved = reserved
+        prompt.reserved = {each.name: each for each in reserved}
+        self._prefill.grant(link, prompt.number, [*prompt.reserved])
+
+    def _receive(self, sending: Sending) -> None:
+        """Have the ranks receive a move."""
+        prompt, link = self._prompts.get(sending.number), self._link
+        if link is None or sending.link != link.number:
+            return
         self._num_moves += 1
-        prompt.move = self._num_moves
-        blocks = self._exchange.blocks_of(reserved)
+        if prompt is None or sending.move != self._num_moves:
+            self._lose_link(f"move {sending.move} is not the next one")
+            return
+        contents = [prompt.reserved.pop(name) for name in sending.names]
+        prompt.moves[sending.move] = contents
+        blocks = self._exchange.blocks_of(contents)
         try:
-            move = BlockMove(prompt.move, self._scheduler.prefix_tag, blocks)
+            move = BlockMove(sending.move, self._scheduler.prefix_tag, blocks)
             self._transfers.move(link, move)
         except WorkerDaemonError as error:
-            self._prefill.drop(computed.number)
             self._lose_link(str(error))
-            return
-        names = [each.name for each in reserved]
-        self._prefill.send(link, computed.number, prompt.move, names)
 
-    def _end_move(self, prompt: _Prompt, *, has_come: bool) -> None:
-        names = [each.name for each in prompt.reserved]
+    def _end_move(self, prompt: _Prompt, move: int, *, has_come: bool) -> None:
+        contents = prompt.moves.pop(move)
+        names = [each.name for each in contents]
         if has_come:
+            prompt.has_come = True
             self._exchange.fill(names)
-            self._counts.num_blocks += sum(len(each.slots) for each in prompt.reserved)
+            num_blocks = sum(len(each.slots) for each in contents)
+            self._counts.num_blocks += num_blocks
+            self._counts.num_early_blocks += 0 if prompt.is_over else num_blocks
         else:
+            prompt.has_failed = True
             self._exchange.give_back(names)
-        prompt.reserved = []
-        self._release(prompt, "moved" if has_come else "failed")
+        self._end_if_done(prompt)
+
+    def _end(self, prompt: _Prompt) -> None:
+        """Note that the other group sends no more of a prompt."""
+        prompt.is_over = True
+        self._exchange.give_back(prompt.reserved)
+        self._end_if_done(prompt)
+
+    def _end_if_done(self, prompt: _Prompt) -> None:
+        if prompt.moves or not prompt.is_over:
+            return
+        if prompt.is_left:
+            del self._prompts[prompt.number]
+        elif prompt.has_failed:
+            self._release(prompt, "failed")
+        else:
+            is_enough = not (prompt.reserved and self._exchange.needs_all)
+            self._release(prompt, "moved" if prompt.has_come and is_enough else "lacking")
 
     def _release(self, prompt: _Prompt, end: PromptEnd) -> None:
-        """Let the scheduler admit the requests that wait for a prompt."""
-        self._forget(prompt, end)
+        """Let the scheduler admit the requests that wait for a prompt, and give it up, if it is not
+        over. Its slots stay reserved while the other group may fill them."""
+        self._counts.prompts[end] += 1
+        for name in prompt.names:
+            if self._coming.get(name) is prompt:
+                del self._coming[name]
         now = time.monotonic()
         for req_id, since in sorted(prompt.waiting.items()):
             self._counts.held.observe(now - since)
             self._scheduler.release_request(req_id)
-
-    def _forget(self, prompt: _Prompt, end: PromptEnd) -> None:
-        self._counts.prompts[end] += 1
-        del self._prompts[prompt.number]
-        for name in prompt.names:
-            if self._coming.get(name) is prompt:
-                del self._coming[name]
-        if not prompt.move and prompt.is_sent:
+        prompt.waiting.clear()
+        if prompt.is_sent and not prompt.is_over:
             self._prefill.drop(prompt.number)
+        prompt.is_left, prompt.deadline = True, now + self._prefill.timeout_s
+        if not prompt.has_slots:
+            del self._prompts[prompt.number]
 
     def _lose_link(self, cause: str) -> None:
-        """Leave the link, and let all requests compute their prompts here."""
+        """Leave the link, and let all requests compute what has not come."""
         if self._link is not None:
             _LOG.warning("transfer link %d has ended: %s", self._link.number, cause)
             try:
@@ -386,11 +450,20 @@ class RemotePrefillPart(DriverPart):
         self._counts.is_linked = False
         self._retry_at = time.monotonic() + RETRY_S
         for prompt in [*self._prompts.values()]:
-            if prompt.move:
-                self._prefill.drop(prompt.number)
-                self._end_move(prompt, has_come=False)
+            self._take_slots_back(prompt)
+            if prompt.is_left:
+                del self._prompts[prompt.number]
             else:
                 self._release(prompt, "failed")
+
+    def _take_slots_back(self, prompt: _Prompt) -> None:
+        """Give up what has not come of a prompt: nothing fills its slots any more."""
+        lost = [each.name for contents in prompt.moves.values() for each in contents]
+        if not prompt.is_over:
+            lost += prompt.reserved
+        self._exchange.give_back(lost)
+        prompt.moves.clear()
+        prompt.reserved.clear()
 
 
 def _can_leave(request: GenerationRequest) -> bool:

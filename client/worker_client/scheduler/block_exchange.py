@@ -1,59 +1,19 @@
-"""Blocks of the host tier that go to other groups, or come from them.
-
-Groups of daemons may divide a model's layers into KV groups in different ways, but all keep the
-same of the tokens that a window sees. So a name stands for the contents that all KV groups with one
-window keep of the same tokens: a hash of these and all that decides their KV, and a byte for the
-window. A block's key has a byte for its KV group instead. Groups of one model whose weights have
-the same number and contents have the same names.
-"""
+"""Blocks of the host tier that come from other groups, by the names of their contents
+(content_names.py), or go to them (outgoing_contents.py)."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
-from rpc_schema.kv_cache import BlockGroup
 from rpc_schema.moved_blocks import MAX_MOVED_BLOCKS
 from worker_client.group.kv_transfers import ExchangedBlocks
 from worker_client.scheduler.block_pool import BlockPool
+from worker_client.scheduler.content_names import ContentNames, HeldContents
 from worker_client.scheduler.filed_blocks import FetchedBlocks
 from worker_client.scheduler.host_tier import TierSlots
+from worker_client.scheduler.outgoing_contents import OutgoingContents, StepNumbers
 
 KeysOf: TypeAlias = Callable[[str], list[bytes]]
 """Returns the keys of the blocks that a request may begin with."""
-
-
-class HeldContents(NamedTuple):
-    """Contents, and their slots."""
-
-    name: bytes
-    slots: tuple[int, ...]
-    """One for each KV group of their window."""
-
-
-class ContentNames:
-    """The names of contents, of a group of daemons."""
-
-    def __init__(self, groups: Sequence[BlockGroup], tag: bytes) -> None:
-        """groups: the KV groups. tag: BlockHashes.contents_tag."""
-        windows = sorted({group.window or 0 for group in groups})
-        self.tag = tag
-        """With equal tags, equal names mean equal contents."""
-        self.has_windows = windows != [0]
-        """True if contents of one kind alone are of no use: those of all windows belong to a
-        prefix, for which the next token sees only the last ones."""
-        self._kinds = [windows.index(group.window or 0) for group in groups]
-        """Place of each KV group's window among all."""
-
-    def name_of(self, key: bytes) -> bytes:
-        """Return the name of a block's contents."""
-        return key[:-1] + bytes((self._kinds[key[-1]],))
-
-    def keys_of(self, name: bytes) -> list[bytes]:
-        """Return the keys of the blocks that contents are in."""
-        return [
-            name[:-1] + bytes((group,))
-            for group, kind in enumerate(self._kinds)
-            if kind == name[-1]
-        ]
 
 
 class HostBlockExchange:
@@ -65,9 +25,12 @@ class HostBlockExchange:
         pool: BlockPool,
         keys_of: KeysOf,
         names: ContentNames,
+        steps: StepNumbers,
         files: FetchedBlocks | None = None,
     ) -> None:
         """files: what has been read from them need not come from another group."""
+        self.outgoing = OutgoingContents(tier, pool, names, steps)
+        """What other groups get."""
         self._tier = tier
         self._pool = pool
         self._keys_of = keys_of
@@ -94,27 +57,6 @@ class HostBlockExchange:
         are neither in the KV cache, nor in host memory, nor read from files, in its order."""
         keys = self._keys_of(req_id)
         return [*dict.fromkeys(self._names.name_of(key) for key in keys if not self._has(key))]
-
-    def stage(self, names: Sequence[bytes]) -> list[HeldContents]:
-        """Keep the first of these contents in host memory for another group, up to one that is not
-        there, or none if all are needed: until release(). The next step stores those that only the
-        KV cache has."""
-        staged: list[HeldContents] = []
-        for name in names:
-            slots = self._pin(self._names.keys_of(name))
-            if slots is None:
-                if self.needs_all:
-                    self.release([each.name for each in staged])
-                    staged = []
-                break
-            staged.append(HeldContents(name, slots))
-        return staged
-
-    def release(self, names: Iterable[bytes]) -> None:
-        """Undo stage()."""
-        for name in names:
-            for key in self._names.keys_of(name):
-                self._tier.unpin(key)
 
     def reserve(self, names: Sequence[bytes]) -> list[HeldContents]:
         """Give slots to the first of these contents that find room, or to none if all are needed,
@@ -166,18 +108,6 @@ class HostBlockExchange:
         if self._pool.find(key[-1], key[:-1]) is not None or key in self._tier:
             return True
         return self._files is not None and key in self._files
-
-    def _pin(self, keys: Sequence[bytes]) -> tuple[int, ...] | None:
-        """Keep blocks in their slots; return these, or None if one is not there."""
-        slots = []
-        for index, key in enumerate(keys):
-            slot = self._tier.pin(key, self._pool.find(key[-1], key[:-1]))
-            if slot is None:
-                for pinned in keys[:index]:
-                    self._tier.unpin(pinned)
-                return None
-            slots.append(slot)
-        return tuple(slots)
 
     def _reserve(self, keys: Sequence[bytes]) -> tuple[int, ...] | None:
         """Give a slot to each block; return them, or None if there is no room for one."""

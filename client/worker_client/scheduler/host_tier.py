@@ -86,7 +86,10 @@ class TierSlots:
         """See OutsidePlace. Blocks are stored when they are evicted."""
 
     def blocks_lost(self) -> None:
-        """See OutsidePlace. Nothing is stored without a step."""
+        """See OutsidePlace."""
+        for key in [*self._stores]:
+            self._remove(key)
+        self._stores.clear()
 
     def evict(self, key: bytes, block_id: int) -> None:
         """Store the contents that a block is about to lose, unless they are there."""
@@ -128,6 +131,10 @@ class TierSlots:
             del self._pinned[key]
         else:
             self._pinned[key] -= 1
+
+    def slot_of(self, key: bytes) -> int | None:
+        """Return the slot that contents are in, or will be with the next step; None: in none."""
+        return self._slot_of.get(key)
 
     def is_coming(self, key: bytes) -> bool:
         """Return True if contents come from another group."""
@@ -176,8 +183,7 @@ class TierSlots:
 
     def fail(self, outputs: Iterable[SchedulerOutput]) -> None:
         """Forget what failed steps, and the one that was being planned, were to store."""
-        for key in [*self._stores]:
-            self._remove(key)
+        self.blocks_lost()
         for key, slot in _stored_by(outputs):
             if self._slot_of.get(key) == slot:
                 self._remove(key)

@@ -19,9 +19,10 @@ from worker_client.requests import (
 )
 from worker_client.scheduler.adapter_updates import AdapterUpdates
 from worker_client.scheduler.admissions import admit
-from worker_client.scheduler.block_exchange import ContentNames, HostBlockExchange
+from worker_client.scheduler.block_exchange import HostBlockExchange
 from worker_client.scheduler.block_hashes import BlockHashes
 from worker_client.scheduler.block_pool import BlockPool
+from worker_client.scheduler.content_names import ContentNames
 from worker_client.scheduler.decode_groups import DecodeGroups
 from worker_client.scheduler.draft_lengths import DraftLengths
 from worker_client.scheduler.drafting.payoffs import OnDraftingChange, log_change
@@ -119,6 +120,12 @@ class Scheduler:
         self._exits = RequestExits(self._queues, self._prefixes, self._weights, self._draft_lengths)
         self._results = StepResults(self._queues, self._prefixes, self._exits, self._draft_lengths)
         self._updates = AdapterUpdates(self._weights, self._steps, self._queues, self._exits)
+        self._exchange: HostBlockExchange | None = None
+        if (tier := self._outside.tier) is not None:
+            names = ContentNames(limits.block_groups, self._hashes.contents_tag)
+            self._exchange = HostBlockExchange(
+                tier, self._pool, self._keys_of, names, self._steps, self._outside.files
+            )
         self._clock = clock
         self._overdue: list[RequestOutput] = []
         """Requests that their deadlines have ended, or an update, for the next result."""
@@ -241,6 +248,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """Decide the next step; see SchedulerInterface."""
         self._prefixes.remember_sent()
+        if self._exchange is not None:
+            self._exchange.outgoing.keep_filled()
         if self._queues.next_deadline != math.inf:
             self._overdue += self._end_overdue(idle=bool(self._steps.numbers))
         if self._updates.aborting and not self._steps.numbers:
@@ -429,12 +438,7 @@ class Scheduler:
     @property
     def exchange(self) -> HostBlockExchange | None:
         """Blocks that other groups get and give; see ExchangingScheduler."""
-        tier = self._outside.tier
-        if tier is None:
-            return None
-        names = ContentNames(self._limits.block_groups, self._hashes.contents_tag)
-        files = self._outside.files
-        return HostBlockExchange(tier, self._pool, self._keys_of, names, files)
+        return self._exchange
 
     def _keys_of(self, req_id: str) -> list[bytes]:
         return self._search.keys_of(self._queues.unfinished[req_id])
@@ -481,6 +485,8 @@ class Scheduler:
 
     def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
         """Roll back failed steps: lost requests wait again, in order of arrival."""
+        if self._exchange is not None:
+            self._exchange.outgoing.steps_failed()
         self._outside.fail(outputs)
         self._end_loads()
         self._steps.fail(len(outputs))

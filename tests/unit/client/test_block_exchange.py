@@ -1,15 +1,18 @@
 """Slots that other groups read or fill: nothing else takes them meanwhile, and none is lost."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from rpc_schema.kv_cache import BlockGroup
 from tests.support.exhaustive import seeds
-from worker_client.scheduler.block_exchange import ContentNames, HostBlockExchange
+from worker_client.scheduler.block_exchange import HostBlockExchange
 from worker_client.scheduler.block_pool import BlockPool
+from worker_client.scheduler.content_names import ContentNames
 from worker_client.scheduler.host_tier import TierSlots
 from worker_client.scheduler.outside_blocks import key_of
+from worker_client.scheduler_output import SchedulerOutput
 
 NUM_SLOTS, NUM_BLOCKS = 24, 16
 PLAIN = (BlockGroup(4),)
@@ -29,12 +32,18 @@ class Modelled:
         self.pool = BlockPool(NUM_BLOCKS, len(groups), 0, self._evict)
         self.names = ContentNames(groups, b"tag")
         self.wanted = []
+        self.steps = SimpleNamespace(next=0, oldest=0)
         self.exchange = HostBlockExchange(
-            self.tier, self.pool, lambda req_id: self.wanted, self.names
+            self.tier, self.pool, lambda req_id: self.wanted, self.names, self.steps
         )
+        self.outgoing = self.exchange.outgoing
         self.num_kinds = len({*groups})
-        self.staged, self.reserved = [], []
-        self.num_names = 0
+        self.filled_by = {}
+        """Step that has filled contents."""
+        self.outputs, self.slots = {}, {}
+        """Steps in flight by number, and keys by slot."""
+        self.asked, self.taken, self.reserved = {}, [], []
+        self.num_names = self.num_prompts = 0
 
     def _evict(self, block_id, group, block_hash):
         self.tier.evict(key_of(group, block_hash), block_id)
@@ -45,23 +54,66 @@ class Modelled:
         return [name_of(number, number % self.num_kinds) for number in numbers]
 
     def compute(self):
-        """Fill the blocks of a few contents, which evicts others."""
-        for name in self.new_names(self.rng.randint(1, 3)):
-            keys = self.names.keys_of(name)
-            blocks = self.pool.allocate(len(keys))
-            for block_id, key in zip(blocks, keys, strict=True):
+        """Send a step that fills the blocks of a few contents, which evicts others."""
+        self.outgoing.keep_filled()
+        names = self.new_names(self.rng.randint(1, 3))
+        blocks = [self.pool.allocate(len(self.names.keys_of(name))) for name in names]
+        output = SchedulerOutput(extensions=self.tier.take_moves(b"tag"))
+        self.check_stores(output)
+        self.outputs[self.steps.next] = output
+        for name, own in zip(names, blocks, strict=True):
+            for block_id, key in zip(own, self.names.keys_of(name), strict=True):
                 self.pool.remember(key[-1], block_id, key[:-1])
-            self.pool.release(blocks)
+            self.pool.release(own)
+            self.filled_by[name] = self.steps.next
+        self.steps.next += 1
 
-    def stage(self):
-        numbers = [self.rng.randrange(max(1, self.num_names)) for _ in range(2)]
-        staged = self.exchange.stage([name_of(n, n % self.num_kinds) for n in numbers])
-        assert len(staged) == 2 or not (staged and self.exchange.needs_all)
-        self.staged += staged
+    def settle(self):
+        for _ in range(self.rng.randint(1, 2)):
+            self.outputs.pop(self.steps.oldest, None)
+            self.steps.oldest = min(self.steps.oldest + 1, self.steps.next)
+
+    def fail(self):
+        """All steps in flight fail."""
+        self.outgoing.steps_failed()
+        self.tier.fail(self.outputs.values())
+        self.pool.forget_all()
+        for name in [n for n, step in self.filled_by.items() if step >= self.steps.oldest]:
+            del self.filled_by[name]
+        self.outputs.clear()
+        self.steps.oldest = self.steps.next
+        self.outgoing.release([each for each in self.taken if not self.is_there(each)])
+        self.taken = [each for each in self.taken if self.is_there(each)]
+
+    def is_there(self, contents):
+        keys = self.names.keys_of(contents.name)
+        return [self.tier.slot_of(key) for key in keys] == [*contents.slots]
+
+    def want(self):
+        """Contents that were computed, and some that will be."""
+        self.num_prompts += 1
+        first = max(0, self.num_names - self.rng.randrange(8))
+        numbers = range(first, first + self.rng.randint(1, 4))
+        names = [name_of(number, number % self.num_kinds) for number in numbers]
+        self.asked[self.num_prompts] = sorted(names, key=lambda name: name[-1])
+        self.outgoing.want(self.num_prompts, names)
+
+    def take(self):
+        for number, names in self.asked.items():
+            for contents in self.outgoing.take(number):
+                assert self.filled_by[contents.name] < self.steps.oldest
+                assert contents.name == names.pop(0)
+                self.taken.append(contents)
+
+    def drop(self):
+        if self.asked:
+            number = self.rng.choice([*self.asked])
+            del self.asked[number]
+            self.outgoing.drop(number)
 
     def release(self):
-        if self.staged:
-            self.exchange.release([self.staged.pop(self.rng.randrange(len(self.staged))).name])
+        if self.taken:
+            self.outgoing.release([self.taken.pop(self.rng.randrange(len(self.taken)))])
 
     def reserve(self):
         names = self.new_names(self.rng.randint(1, 3))
@@ -77,6 +129,8 @@ class Modelled:
             if self.rng.random() < 0.5:
                 self.exchange.fill([contents.name])
                 assert self.exchange.lacking("r") == []
+                self.filled_by[contents.name] = -1
+                self.slots |= self.keys_in([contents])
             else:
                 self.exchange.give_back([contents.name])
                 assert self.exchange.lacking("r") == [contents.name]
@@ -86,15 +140,19 @@ class Modelled:
         blocks = self.exchange.blocks_of(held)
         return dict(zip(blocks.slots, blocks.keys, strict=True))
 
-    def check(self):
-        """What the next step stores goes to no slot of another group, but for contents that are
-        kept there for it."""
-        kept, reserved = self.keys_in(self.staged), self.keys_in(self.reserved)
+    def check_stores(self, output):
+        """What a step stores goes to no slot of another group, but for contents that are kept there
+        for it."""
+        kept, reserved = self.keys_in(self.taken), self.keys_in(self.reserved)
         assert not reserved.keys() & kept.keys()
-        for moves in self.tier.take_moves(b"tag"):
-            for slot, name in zip(moves.stored.slots, moves.stored.hashes, strict=True):
+        for moves in output.extensions:
+            for slot, key in zip(moves.stored.slots, moves.stored.hashes, strict=True):
                 assert slot not in reserved
-                assert kept.get(slot, name) == name
+                assert kept.get(slot, key) == key
+                assert self.filled_by[self.names.name_of(key)] < self.steps.next
+                self.slots[slot] = key
+        for slot, key in kept.items():  # at the latest this step has stored it
+            assert self.slots[slot] == key
         assert self.exchange.num_slots <= NUM_SLOTS
 
 
@@ -102,14 +160,17 @@ class Modelled:
 @pytest.mark.parametrize("seed", seeds(4, of=100))
 def test_slots_of_other_groups_are_left_alone(seed, groups):
     model = Modelled(seed, groups)
-    calls = (model.compute, model.stage, model.release, model.reserve, model.end)
-    for _ in range(400):
-        model.rng.choice(calls)()
-        model.check()
-    for slot, key in model.keys_in(model.staged).items():
-        assert model.tier.pin(key, None) == slot, seed
-        model.tier.unpin(key)
-    model.exchange.release([each.name for each in model.staged])
+    calls = 3 * [model.compute, model.settle, model.want, model.take]
+    calls += [model.drop, model.release, model.reserve, model.end]
+    num_taken = 0
+    for number in range(800):
+        before = len(model.taken)
+        (model.fail if number % 97 == 96 else model.rng.choice(calls))()
+        num_taken += max(0, len(model.taken) - before)
+    assert num_taken > 9, seed
+    for number in model.asked:
+        model.outgoing.drop(number)
+    model.outgoing.release(model.taken)
     model.exchange.give_back([each.name for each in model.reserved])
     assert model.exchange.num_slots == 0
     free = []
@@ -117,6 +178,22 @@ def test_slots_of_other_groups_are_left_alone(seed, groups):
         free += found
     slots = model.exchange.blocks_of(free).slots
     assert len({*slots}) == len(slots) > NUM_SLOTS - len(groups), seed
+
+
+def test_contents_are_sent_once_the_steps_that_fill_them_have_succeeded():
+    model = Modelled(0)
+    names = [name_of(number) for number in range(9)]
+    model.outgoing.want(1, names)
+    model.compute()
+    filled = [*model.filled_by]
+    assert model.outgoing.take(1) == []
+    model.compute()
+    assert model.outgoing.take(1) == []
+    model.steps.oldest = 1
+    assert [each.name for each in model.outgoing.take(1)] == filled
+    assert {*model.slots.values()} == {key for name in filled for key in model.names.keys_of(name)}
+    model.fail()
+    assert model.outgoing.take(1) == [] and not model.outgoing.has_kept(1)
 
 
 def test_contents_that_come_after_all_were_forgotten_are_not_used():
@@ -147,7 +224,10 @@ def test_contents_that_one_kv_group_lacks_come_whole():
     (block_id,) = model.pool.allocate(1)
     model.pool.remember(first[-1], block_id, first[:-1])
     assert model.exchange.lacking("r") == [name]
-    assert model.exchange.stage([name]) == []
+    model.outgoing.want(1, [name])
+    model.outgoing.keep_filled()
+    assert not model.outgoing.has_kept(1) and not model.tier.has_moves
+    model.tier.evict(first, block_id)
     (moves,) = model.tier.take_moves(b"tag")
     assert moves.stored.hashes == (first,)
     (held,) = model.exchange.reserve([name])

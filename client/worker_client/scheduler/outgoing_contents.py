@@ -1,0 +1,129 @@
+"""Blocks that another group gets of prompts that this one computes: each goes to host memory with
+the step behind the one that has filled it, and may be sent once that one has succeeded."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from worker_client.scheduler.block_pool import BlockPool
+from worker_client.scheduler.content_names import ContentNames, HeldContents
+from worker_client.scheduler.host_tier import TierSlots
+
+
+class StepNumbers(Protocol):
+    """The steps of a scheduler: OpenSteps."""
+
+    @property
+    def next(self) -> int:
+        """Number of the next step."""
+
+    @property
+    def oldest(self) -> int:
+        """The number of the oldest step in flight, or of the next one."""
+
+
+@dataclass(slots=True, eq=False)
+class _Wanted:
+    """Contents of a prompt."""
+
+    lacking: deque[bytes]
+    """Names of those that are in no slot yet, in the order in which they are filled."""
+    kept: deque[tuple[int, HeldContents]] = field(default_factory=deque)
+    """Those that are in slots, each with a step: all before it have filled them."""
+
+
+class OutgoingContents:
+    """A view of the scheduler's host tier. Belongs to its thread."""
+
+    def __init__(
+        self, tier: TierSlots, pool: BlockPool, names: ContentNames, steps: StepNumbers
+    ) -> None:
+        self._tier = tier
+        self._pool = pool
+        self._names = names
+        self._steps = steps
+        self._wanted: dict[int, _Wanted] = {}
+        """By number of the prompt."""
+
+    def want(self, number: int, names: Sequence[bytes]) -> None:
+        """Keep contents of a prompt in host memory as they are computed, up to some that find no
+        room: until drop(), or release() for those that were taken."""
+        # Those without a window first: the others are the last blocks of a prompt.
+        self._wanted[number] = _Wanted(deque(sorted(names, key=lambda name: name[-1])))
+
+    def keep_filled(self) -> None:
+        """Keep what the steps sent so far have filled. The next step stores what only the KV cache
+        has: call it before that is planned."""
+        for wanted in self._wanted.values():
+            while wanted.lacking and (slots := self._pin(wanted.lacking[0])) is not None:
+                contents = HeldContents(wanted.lacking.popleft(), slots)
+                wanted.kept.append((self._steps.next, contents))
+
+    def take(self, number: int) -> list[HeldContents]:
+        """Return contents of a prompt that are kept, that steps which have succeeded have filled,
+        and that were not taken before."""
+        wanted, oldest = self._wanted[number], self._steps.oldest
+        taken: list[HeldContents] = []
+        while wanted.kept and wanted.kept[0][0] <= oldest:
+            contents = wanted.kept[0][1]
+            if not self._is_kept(contents):  # it was forgotten: the prompt is computed again
+                self._give_back(wanted)
+                break
+            taken.append(contents)
+            wanted.kept.popleft()
+        return taken
+
+    def has_kept(self, number: int) -> bool:
+        """Return True if contents of a prompt are kept that were not taken."""
+        return bool(self._wanted[number].kept)
+
+    def drop(self, number: int) -> None:
+        """Keep no more of a prompt but what was taken."""
+        self._give_back(self._wanted.pop(number))
+
+    def release(self, contents: Iterable[HeldContents]) -> None:
+        """Let contents go that were taken."""
+        for key in self._keys_of(contents):
+            self._tier.unpin(key)
+
+    def steps_failed(self) -> None:
+        """Trust nothing that was not taken: a step that should have filled it may have failed. Call
+        it before the host tier forgets what failed steps were to store."""
+        for wanted in self._wanted.values():
+            self._give_back(wanted)
+
+    def _give_back(self, wanted: _Wanted) -> None:
+        """Release what was not taken, and want it again."""
+        kept = [contents for _, contents in wanted.kept]
+        self.release(kept)
+        wanted.lacking.extendleft(each.name for each in reversed(kept))
+        wanted.kept.clear()
+
+    def _pin(self, name: bytes) -> tuple[int, ...] | None:
+        """Keep contents in their slots; return these, or None if a block is not there, or finds no
+        room."""
+        blocks = [
+            (key, self._pool.find(key[-1], key[:-1]), self._tier.slot_of(key))
+            for key in self._names.keys_of(name)
+        ]
+        if any(block_id is None and slot is None for _, block_id, slot in blocks):
+            return None
+        slots: list[int] = []
+        for key, block_id, _ in blocks:
+            slot = self._tier.pin(key, block_id)
+            if slot is None:
+                for pinned, _, _ in blocks[: len(slots)]:
+                    self._tier.unpin(pinned)
+                return None
+            slots.append(slot)
+        return tuple(slots)
+
+    def _is_kept(self, contents: HeldContents) -> bool:
+        keys = self._names.keys_of(contents.name)
+        slots = tuple(self._tier.slot_of(key) for key in keys)
+        return slots == contents.slots
+
+    def _keys_of(self, contents: Iterable[HeldContents]) -> Iterator[bytes]:
+        for each in contents:
+            yield from self._names.keys_of(each.name)
