@@ -13,7 +13,7 @@ from tests.support.checkpoints import prompts
 from tests.support.exhaustive import exhaustively
 from tests.support.flipping_daemon import FlippingDaemons
 from tests.support.forked_daemons import ForkedDaemons
-from tests.support.prefill_pairs import Prompts, opened, prefill_pair, run
+from tests.support.prefill_pairs import SMALL_CHUNKS, Prompts, opened, prefill_pair, run
 from tests.support.secured import ask
 from tests.support.serving import drafts_by, greedy_request, kill_and_wait, scheduler_limits
 from tests.support.tiered_waves import assert_right, num_loaded, tiers, tokens_of
@@ -47,6 +47,79 @@ def test_blocks_of_another_group_give_the_same_tokens(daemons, checkpoint, sourc
     assert all(tier.num_received > 0 == tier.num_invalid for tier in found), (sent.seed, found)
     assert num_exchanged == 0
     assert all(tier.received.num_us > 0 == tier.num_failed for tier in found), sent.seed
+
+
+LONG = (50, 80)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "destination"),
+    [
+        (None, *SHAPES[0]),
+        ("drafted windows", *SHAPES[1]),
+        *(exhaustively(kind, *shape) for kind in (None, "drafted", "windows") for shape in SHAPES),
+    ],
+)
+def test_blocks_come_while_their_prompt_is_computed(daemons, checkpoint, kind, source, destination):
+    sent = Prompts(random.randrange(1 << 30), count=60, lengths=LONG)
+    model, changes = (checkpoint(), {}) if kind is None else model_of(checkpoint, kind)
+    endpoints = daemons.endpoints(sum(pp * tp for pp, tp in (source, destination)))
+    both, drivers = (changes | SMALL_CHUNKS,) * 2, []
+    pair = prefill_pair(endpoints, model, source, destination, changes=both, sources=drivers)
+    with pair as (driver, prefill):
+        outputs, _ = run_until_early(driver, prefill, sent)
+        outputs |= {output.req_id: output for output in driver.run()}
+        counts, ended = prefill.counts, prefill.counts.prompts
+        wait_until(lambda: no_slots([driver, *drivers]), sent.seed)
+    assert_right(outputs, model, sent)
+    assert ended["moved"] == ended.total() > 0, (sent.seed, ended)
+    assert counts.num_early_blocks < counts.num_blocks, sent.seed
+    assert num_loaded(outputs) > 0, sent.seed
+
+
+def run_until_early(driver, prefill, sent):
+    """Keep some requests waiting, until blocks of one have come while its prompt is computed. The
+    outputs, and the requests that wait then; drops the other ones."""
+    num_before, outputs, waiting = prefill.counts.num_early_blocks, {}, []
+    while prefill.counts.num_early_blocks == num_before:
+        while len(waiting) < 4:
+            waiting.append(sent.requests[len(waiting) + len(outputs)])
+            driver.add_request(waiting[-1])
+        outputs |= {output.req_id: output for output in driver.step()}
+        waiting = [request for request in waiting if request.id not in outputs]
+    del sent.requests[len(waiting) + len(outputs) :]
+    return outputs, waiting
+
+
+def no_slots(drivers):
+    return not any(driver.scheduler.exchange.num_slots for driver in drivers)
+
+
+@pytest.mark.parametrize("event", ["prefill dies", "decode dies", "abort"])
+@pytest.mark.parametrize("kind", [None, exhaustively("drafted windows")])
+def test_what_happens_between_two_moves_of_a_prompt(pair, checkpoint, event, kind):
+    """The others get the same tokens, and nothing is left behind. What has come is used, but by a
+    rank that was replaced."""
+    sent = Prompts(random.randrange(1 << 30), count=60, lengths=LONG)
+    model, changes = (checkpoint(), {}) if kind is None else model_of(checkpoint, kind)
+    both, drivers, recover = (changes | SMALL_CHUNKS,) * 2, [], replaced(pair)
+    options = {"recover": (recover, recover), "changes": both, "sources": drivers}
+    with prefill_pair(pair.endpoints, model, (1, 1), (1, 1), **options) as (driver, prefill):
+        assert_blocks_come(driver, sent.seed)
+        outputs, waiting = run_until_early(driver, prefill, sent)
+        if event == "abort":
+            driver.abort_request(waiting[0].id)
+            sent.requests.remove(waiting[0])
+        else:
+            kill_and_wait(pair.pids[event == "decode dies"])
+        outputs |= {output.req_id: output for output in driver.run()}
+        assert_right(outputs, model, sent)
+        if event != "decode dies" and not kind:
+            assert num_loaded(outputs) > 0, sent.seed
+        assert_blocks_come(driver, sent.seed + 1)
+        wait_until(lambda: driver.step() == [] and no_slots([driver, *drivers]), sent.seed)
+        for endpoint in pair.endpoints:
+            wait_until(lambda endpoint=endpoint: not num_held(endpoint), sent.seed)
 
 
 def sent_bytes(endpoint):
@@ -291,7 +364,7 @@ def test_a_prefill_group_that_hangs(pair, checkpoint):
             outputs = run(driver, sent.requests)
         finally:
             os.kill(pair.pids[0], signal.SIGCONT)
-        assert driver.scheduler.exchange.num_slots == 0
+        wait_until(lambda: driver.step() == [] and no_slots([driver]), sent.seed)
     assert_right(outputs, model, sent)
 
 

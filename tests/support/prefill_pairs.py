@@ -19,19 +19,24 @@ CONFIG = {
 }
 
 
+SMALL_CHUNKS = {"max_num_batched_tokens": 8, "max_num_seqs": 8}
+"""Changes of CONFIG, for prompts of many chunks."""
+
+
 @dataclass
 class Prompts:
     """Requests of fresh random prompts, of which some begin alike."""
 
     seed: int
     count: int = 8
+    lengths: tuple[int, int] = (3, 60)
     requests: list[object] = field(default_factory=list)
 
     def __post_init__(self):
         rng = random.Random(self.seed)
         stem = prompts(rng.randrange(1 << 20), [21])[0].tolist()
         for index in range(self.count):
-            own = prompts(rng.randrange(1 << 20), [rng.randint(3, 60)])[0].tolist()
+            own = prompts(rng.randrange(1 << 20), [rng.randint(*self.lengths)])[0].tolist()
             tokens = stem + own[:20] if index % 4 == 3 else own
             self.requests.append(greedy_request(f"r{index}", tokens, rng.randint(3, 12)))
 
@@ -69,15 +74,21 @@ def prefill_pair(
     reopen_s=None,
     decode_model=None,
     changes=(None, None),
+    sources=None,
 ):
     """The driver of the group that decodes, and the thread of the other one. source, destination:
     (pp, tp) of the groups. recover: functions that return what a driver calls after a death.
-    reopen_s: see PrefillThread. changes: of each group's CONFIG."""
+    reopen_s: see PrefillThread. changes: of each group's CONFIG. sources: a list, for the drivers
+    that the other group has had."""
     num_sources = source[0] * source[1]
-    sources, own = endpoints[:num_sources], endpoints[num_sources:]
+    others, own = endpoints[:num_sources], endpoints[num_sources:]
 
+    @contextlib.contextmanager
     def open_driver():
-        return opened(sources, model, source, recover[0], changes[0])
+        with opened(others, model, source, recover[0], changes[0]) as driver:
+            if sources is not None:
+                sources.append(driver)
+            yield driver
 
     with PrefillThread(open_driver, timeout_s=timeout_s, reopen_s=reopen_s) as prefill:
         options = DriverOptions(prefill=prefill)

@@ -40,7 +40,8 @@ class ExchangingScheduler(HoldingScheduler, Protocol):
 
     @property
     def exchange(self) -> HostBlockExchange | None:
-        """The blocks that other groups get and give; None without a host tier."""
+        """The blocks that other groups get and give; None without a host tier. Its `outgoing` is
+        asked to keep what was filled before each step is planned."""
 
     @property
     def prefix_tag(self) -> bytes:
@@ -62,9 +63,9 @@ class SlotsWanted(NamedTuple):
     """Tag of its names: HostBlockExchange.tag."""
 
 
-class Sending(NamedTuple):
-    """A move of contents of a prompt that slots were granted for. The driver that decodes has its
-    ranks receive it, or leaves the link."""
+class MoveToReceive(NamedTuple):
+    """Contents of a prompt that are being sent to slots that were granted for them. The driver that
+    decodes has its ranks receive them, or leaves the link."""
 
     link: int
     move: int
@@ -96,7 +97,9 @@ class Ended(NamedTuple):
     error: Exception | None
 
 
-PrefillNews: TypeAlias = Described | SlotsWanted | Sending | PromptOver | LinkLeft | Opened | Ended
+PrefillNews: TypeAlias = (
+    Described | SlotsWanted | MoveToReceive | PromptOver | LinkLeft | Opened | Ended
+)
 
 PromptEnd: TypeAlias = Literal["moved", "lacking", "failed", "late", "left"]
 """End of the wait for a prompt: its blocks are here; the other group has none that this group can
@@ -116,7 +119,7 @@ class PrefillCounts:
         self.num_blocks = 0
         """Blocks that have come."""
         self.num_early_blocks = 0
-        """Those of them that have come before their prompts were computed."""
+        """Those of them that have come while their prompts were still computed."""
         self.num_lost_links = 0
         """Transfer links that have ended, or could not be opened."""
         self.held = HistogramCounts(HELD_BOUNDS_S)
@@ -175,8 +178,8 @@ class _Prompt:
     """Slots of contents that may come, by name."""
     moves: dict[int, list[HeldContents]] = field(default_factory=dict)
     """Contents that are on their way, by move."""
-    has_come: bool = False
-    """A move has brought contents."""
+    come: list[HeldContents] = field(default_factory=list)
+    """Those that have come. Nothing evicts them while its requests wait."""
     has_failed: bool = False
     """A move has failed."""
 
@@ -306,7 +309,7 @@ class RemotePrefillPart(DriverPart):
                 self._lose_link("the prefill group has left it")
         elif isinstance(news, SlotsWanted):
             self._grant(news)
-        elif isinstance(news, Sending):
+        elif isinstance(news, MoveToReceive):
             self._receive(news)
         elif (prompt := self._prompts.get(news.number)) is not None:
             self._end(prompt)
@@ -370,7 +373,7 @@ class RemotePrefillPart(DriverPart):
         prompt.reserved = {each.name: each for each in reserved}
         self._prefill.grant(link, prompt.number, [*prompt.reserved])
 
-    def _receive(self, sending: Sending) -> None:
+    def _receive(self, sending: MoveToReceive) -> None:
         """Have the ranks receive a move."""
         prompt, link = self._prompts.get(sending.number), self._link
         if link is None or sending.link != link.number:
@@ -392,11 +395,12 @@ class RemotePrefillPart(DriverPart):
         contents = prompt.moves.pop(move)
         names = [each.name for each in contents]
         if has_come:
-            prompt.has_come = True
-            self._exchange.fill(names)
             num_blocks = sum(len(each.slots) for each in contents)
             self._counts.num_blocks += num_blocks
             self._counts.num_early_blocks += 0 if prompt.is_over else num_blocks
+            prompt.come += contents
+            if prompt.is_left:
+                self._use_come(prompt)
         else:
             prompt.has_failed = True
             self._exchange.give_back(names)
@@ -417,11 +421,17 @@ class RemotePrefillPart(DriverPart):
             self._release(prompt, "failed")
         else:
             is_enough = not (prompt.reserved and self._exchange.needs_all)
-            self._release(prompt, "moved" if prompt.has_come and is_enough else "lacking")
+            self._release(prompt, "moved" if prompt.come and is_enough else "lacking")
+
+    def _use_come(self, prompt: _Prompt) -> None:
+        """Let requests load what has come."""
+        self._exchange.fill(each.name for each in prompt.come)
+        prompt.come.clear()
 
     def _release(self, prompt: _Prompt, end: PromptEnd) -> None:
-        """Let the scheduler admit the requests that wait for a prompt, and give it up, if it is not
-        over. Its slots stay reserved while the other group may fill them."""
+        """Let the scheduler admit the requests that wait for a prompt, with what has come, and give
+        it up, if it is not over. Its slots stay reserved while the other group may fill them."""
+        self._use_come(prompt)
         self._counts.prompts[end] += 1
         for name in prompt.names:
             if self._coming.get(name) is prompt:

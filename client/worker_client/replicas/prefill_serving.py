@@ -1,4 +1,4 @@
-"""What the thread of a group that computes prompts does (prefill_group.py): runs its driver, and
+"""The work of a group that computes prompts, on its thread (prefill_group.py): runs its driver, and
 sends blocks of each prompt as they are computed."""
 
 import logging
@@ -14,9 +14,9 @@ from worker_client.driver_parts.remote_prefill import (
     Described,
     ExchangingScheduler,
     LinkLeft,
+    MoveToReceive,
     PrefillNews,
     PromptOver,
-    Sending,
     SlotsWanted,
 )
 from worker_client.group.kv_transfers import BlockMove, TransferLink
@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class _Prompt:
+class _PromptToSend:
     """A prompt that is being computed, or not yet sent."""
 
     number: int
@@ -64,7 +64,7 @@ class PrefillServing:
         self._driver = driver
         self._transfers = driver.group.transfers
         self._tell = tell
-        self._prompts: dict[int, _Prompt] = {}
+        self._prompts: dict[int, _PromptToSend] = {}
         """By number, in the order in which they came."""
         self._link: TransferLink | None = None
         self._num_moves = 0
@@ -132,7 +132,7 @@ class PrefillServing:
             self._leave(link)
 
     def compute(self, number: int, request: GenerationRequest, names: list[bytes]) -> None:
-        prompt = _Prompt(number, len(names))
+        prompt = _PromptToSend(number, len(names))
         alone = replace(
             request,
             id=prompt.name,
@@ -194,7 +194,7 @@ class PrefillServing:
                 num_asked += prompt.num_wanted
                 self._tell(SlotsWanted(prompt.number, self._exchange.tag))
 
-    def _send_filled(self, prompt: _Prompt) -> None:
+    def _send_filled(self, prompt: _PromptToSend) -> None:
         """Send what was computed of a prompt since the last call, if there are slots for it; end
         the prompt with the last of it."""
         outgoing = self._exchange.outgoing
@@ -206,7 +206,9 @@ class PrefillServing:
         if prompt.is_computed and not prompt.filled and not outgoing.has_kept(prompt.number):
             self._end(prompt)
 
-    def _send(self, link: TransferLink, prompt: _Prompt, contents: list[HeldContents]) -> None:
+    def _send(
+        self, link: TransferLink, prompt: _PromptToSend, contents: list[HeldContents]
+    ) -> None:
         """Begin moves of contents."""
         most = MAX_MOVED_BLOCKS // max((len(each.slots) for each in contents), default=1)
         for first in range(0, len(contents), most):
@@ -223,9 +225,9 @@ class PrefillServing:
                 self._leave(link)
                 return
             names = [each.name for each in part]
-            self._tell(Sending(link.number, self._num_moves, prompt.number, names))
+            self._tell(MoveToReceive(link.number, self._num_moves, prompt.number, names))
 
-    def _end(self, prompt: _Prompt) -> None:
+    def _end(self, prompt: _PromptToSend) -> None:
         """Send no more of a prompt."""
         del self._prompts[prompt.number]
         self._exchange.outgoing.drop(prompt.number)

@@ -30,7 +30,7 @@ class HostBlockExchange:
     ) -> None:
         """files: what has been read from them need not come from another group."""
         self.outgoing = OutgoingContents(tier, pool, names, steps)
-        """What other groups get."""
+        """Blocks that other groups get."""
         self._tier = tier
         self._pool = pool
         self._keys_of = keys_of

@@ -54,7 +54,10 @@ class OutgoingContents:
 
     def keep_filled(self) -> None:
         """Keep what the steps sent so far have filled. The next step stores what only the KV cache
-        has: call it before that is planned."""
+        has: call it whenever one is about to be planned."""
+        for wanted in self._wanted.values():
+            if not all(self._is_kept(contents) for _, contents in wanted.kept):
+                self._give_back(wanted)
         for wanted in self._wanted.values():
             while wanted.lacking and (slots := self._pin(wanted.lacking[0])) is not None:
                 contents = HeldContents(wanted.lacking.popleft(), slots)
@@ -67,7 +70,7 @@ class OutgoingContents:
         taken: list[HeldContents] = []
         while wanted.kept and wanted.kept[0][0] <= oldest:
             contents = wanted.kept[0][1]
-            if not self._is_kept(contents):  # it was forgotten: the prompt is computed again
+            if not self._is_kept(contents):
                 self._give_back(wanted)
                 break
             taken.append(contents)
@@ -86,12 +89,6 @@ class OutgoingContents:
         """Let contents go that were taken."""
         for key in self._keys_of(contents):
             self._tier.unpin(key)
-
-    def steps_failed(self) -> None:
-        """Trust nothing that was not taken: a step that should have filled it may have failed. Call
-        it before the host tier forgets what failed steps were to store."""
-        for wanted in self._wanted.values():
-            self._give_back(wanted)
 
     def _give_back(self, wanted: _Wanted) -> None:
         """Release what was not taken, and want it again."""
@@ -120,6 +117,7 @@ class OutgoingContents:
         return tuple(slots)
 
     def _is_kept(self, contents: HeldContents) -> bool:
+        """Return False for contents that were forgotten: their prompt is computed again."""
         keys = self._names.keys_of(contents.name)
         slots = tuple(self._tier.slot_of(key) for key in keys)
         return slots == contents.slots

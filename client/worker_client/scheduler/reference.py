@@ -485,8 +485,6 @@ class Scheduler:
 
     def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
         """Roll back failed steps: lost requests wait again, in order of arrival."""
-        if self._exchange is not None:
-            self._exchange.outgoing.steps_failed()
         self._outside.fail(outputs)
         self._end_loads()
         self._steps.fail(len(outputs))

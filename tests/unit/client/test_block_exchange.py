@@ -75,7 +75,6 @@ class Modelled:
 
     def fail(self):
         """All steps in flight fail."""
-        self.outgoing.steps_failed()
         self.tier.fail(self.outputs.values())
         self.pool.forget_all()
         for name in [n for n, step in self.filled_by.items() if step >= self.steps.oldest]:

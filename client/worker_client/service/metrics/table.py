@@ -120,6 +120,11 @@ PREFILL_PROMPTS: Final = _ours(
 PREFILL_BLOCKS: Final = _ours(
     "prefill_blocks_total", _COUNTER, "Blocks that have come from the other group."
 )
+PREFILL_EARLY: Final = _ours(
+    "prefill_early_blocks_total",
+    _COUNTER,
+    "Those of them that have come while their prompts were still computed.",
+)
 PREFILL_HELD: Final = _ours(
     "prefill_held_seconds", _HISTOGRAM, "Time for which requests have waited for their prompts."
 )
@@ -141,7 +146,8 @@ SERVICE_METRICS: Final = (
         DRAFTING_CHANGES,
     ),
     *(PREEMPTIONS, KV_USAGE, IN_FLIGHT, FAILED_STEPS, RECOVERIES, RANK_STATE),
-    *(PREFILL_LINKED, PREFILL_PROMPTS, PREFILL_BLOCKS, PREFILL_HELD, PREFILL_LINKS),
+    *(PREFILL_LINKED, PREFILL_PROMPTS, PREFILL_BLOCKS, PREFILL_EARLY, PREFILL_HELD),
+    PREFILL_LINKS,
 )
 
 V_RUNNING: Final = _vllms("num_requests_running", _GAUGE, "Samples that are scheduled.")

@@ -1,0 +1,245 @@
+"""The decoding group's side of prefill apart from decode, against a prefill group and ranks that do
+anything that they may: each request is admitted once, and no slot is lost."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from rpc_schema.config import RendezvousAddress
+from rpc_schema.kv_cache import BlockGroup
+from tests.support.exhaustive import seeds
+from tests.support.flat_requests import flat_request
+from worker_client.driver_parts import remote_prefill
+from worker_client.driver_parts.remote_prefill import (
+    Described,
+    Ended,
+    LinkLeft,
+    MoveToReceive,
+    Opened,
+    PrefillCounts,
+    PromptOver,
+    RemotePrefillPart,
+    SlotsWanted,
+)
+from worker_client.errors import WorkerDied
+from worker_client.group.kv_transfers import MovesReport
+from worker_client.scheduler.block_exchange import HostBlockExchange
+from worker_client.scheduler.block_pool import BlockPool
+from worker_client.scheduler.content_names import ContentNames
+from worker_client.scheduler.host_tier import TierSlots
+from worker_client.scheduler.outside_blocks import key_of
+
+NUM_SLOTS, TAG, TIMEOUT_S = 40, b"tag", 10.0
+PLAIN, WINDOWED = (BlockGroup(4),), (BlockGroup(4), BlockGroup(4, 8))
+
+
+class ModelledRanks:
+    """The transfers of the group that decodes: moves end in order, well or not."""
+
+    def __init__(self, rng):
+        self.rng, self.link, self.arrived = rng, None, set()
+        self.is_calm = False
+
+    def get_metadata(self):
+        return ("shard",)
+
+    def open(self, link, *, sends):
+        assert not sends
+        self.link, self.num_ended, self.moves, self.failed = link, 0, [], set()
+
+    def move(self, link, move):
+        assert link is self.link and move.number == len(self.moves) + 1
+        assert len(move.blocks.slots) == len({*move.blocks.slots}) > 0
+        self.moves.append(move)
+        if self.sometimes(0.01):
+            raise WorkerDied(0, "e", "gone")
+
+    def poll(self, link):
+        assert link is self.link
+        if self.sometimes(0.3):
+            return None
+        for number in range(self.num_ended + 1, len(self.moves) + 1):
+            if self.sometimes(0.4):
+                break
+            self.num_ended = number
+            if self.sometimes(0.05):
+                self.failed.add(number)
+            else:
+                self.arrived |= {*self.moves[number - 1].blocks.keys}
+        fault = "broken" if self.sometimes(0.005) else ""
+        return MovesReport(True, fault, self.num_ended, frozenset(self.failed))
+
+    def close(self):
+        self.link = None
+
+    def sometimes(self, share):
+        return not self.is_calm and self.rng.random() < share
+
+
+class ModelledGroup:
+    """A group that computes prompts, each in chunks."""
+
+    def __init__(self, rng):
+        self.rng, self.timeout_s, self.counts = rng, TIMEOUT_S, PrefillCounts()
+        self.link, self.prompts, self.told, self.is_up = None, {}, [], True
+        self.commands = []
+
+    def describe(self):
+        self.commands.append(lambda: self.tell(Described(("shard",))))
+
+    def open_meeting(self, num_members):
+        assert num_members == 2
+        return RendezvousAddress(host="h", port=1, secret=bytes(32))
+
+    def open_link(self, link):
+        def opened():
+            self.link, self.num_moves = link, 0
+
+        self.commands.append(opened)
+
+    def compute(self, number, request, names):
+        def begun():
+            self.prompts[number] = SimpleNamespace(left=list(names), granted=None, asked=False)
+
+        self.commands.append(begun)
+
+    def grant(self, link, number, names):
+        def granted():
+            if number not in self.prompts:
+                return
+            if link is not self.link:
+                self.end(number)
+                return
+            prompt = self.prompts[number]
+            assert prompt.granted is None and prompt.asked and {*names} <= {*prompt.left}
+            prompt.granted = [name for name in prompt.left if name in names]
+
+        self.commands.append(granted)
+
+    def drop(self, number):
+        self.commands.append(lambda: number in self.prompts and self.end(number))
+
+    def news(self):
+        told, self.told = self.told, []
+        return told
+
+    def tell(self, news):
+        self.told.append(news)
+
+    def end(self, number):
+        del self.prompts[number]
+        self.tell(PromptOver(number))
+
+    def act(self):
+        """Carry out a command, or do something by itself."""
+        event = self.rng.random()
+        if not self.is_up:  # commands meanwhile were for the one that has ended
+            self.is_up, self.prompts, self.link = True, {}, None
+            self.commands.clear()
+            self.tell(Opened())
+        elif event < 0.002:
+            self.is_up = False
+            self.tell(Ended(None))
+        elif event < 0.005 and self.link is not None:
+            self.tell(LinkLeft(self.link.number))
+            self.link = None
+        elif self.commands and event < 0.6:
+            self.commands.pop(0)()
+        elif self.prompts:
+            self.proceed(self.rng.choice([*self.prompts]))
+
+    def proceed(self, number):
+        prompt = self.prompts[number]
+        if not prompt.asked and self.rng.random() < 0.9:
+            prompt.asked = True
+            self.tell(SlotsWanted(number, TAG if self.rng.random() < 0.95 else b"other"))
+        elif self.rng.random() < 0.05 or not prompt.asked or prompt.granted == []:
+            self.end(number)
+        elif prompt.granted and self.link is not None:
+            count = self.rng.randint(1, len(prompt.granted))
+            chunk, prompt.granted = prompt.granted[:count], prompt.granted[count:]
+            self.num_moves += 1
+            self.tell(MoveToReceive(self.link.number, self.num_moves, number, chunk))
+
+
+class DecodingSide:
+    """The part, with a scheduler's host tier, on a clock of its own."""
+
+    def __init__(self, seed, groups, monkeypatch):
+        self.rng, self.now = random.Random(seed), 0.0
+        clock = {
+            "monotonic": lambda: self.now,
+            "monotonic_ns": lambda: int(1e9 * self.now) + 1,
+            "sleep": lambda seconds: None,
+        }
+        monkeypatch.setattr(remote_prefill, "time", SimpleNamespace(**clock))
+        self.tier, self.keys, self.num_requests = TierSlots(NUM_SLOTS), {}, 0
+        pool, names = BlockPool(8, len(groups)), ContentNames(groups, TAG)
+        steps = SimpleNamespace(next=0, oldest=0)
+        self.exchange = HostBlockExchange(self.tier, pool, self.keys.get, names, steps)
+        self.prefix_tag, self.num_groups, self.held = b"prefix", len(groups), set()
+        self.ranks, self.prefill = ModelledRanks(self.rng), ModelledGroup(self.rng)
+        group = SimpleNamespace(transfers=self.ranks)
+        self.part = RemotePrefillPart(SimpleNamespace(group=group), self, self.prefill)
+
+    def hold_request(self, req_id):
+        self.held.add(req_id)
+
+    def release_request(self, req_id):
+        self.held.remove(req_id)
+
+    def queue(self):
+        """Queue a request; some begin alike."""
+        name, first = f"r{self.num_requests}", self.rng.choice([0, 1000 * self.num_requests])
+        self.num_requests += 1
+        numbers = range(first, first + self.rng.randint(1, 9))
+        hashes = [number.to_bytes(16, "little") for number in numbers]
+        self.keys[name] = [key_of(g, each) for g in range(self.num_groups) for each in hashes]
+        self.part.queued(flat_request(name, [1, 2, 3]))
+
+    def end_one(self):
+        if self.held:
+            req_id = self.rng.choice(sorted(self.held))
+            self.held.remove(req_id)
+            self.part.ended(req_id)
+
+    def check(self):
+        """Requests can load only what has come."""
+        known = {key for keys in self.keys.values() for key in keys}
+        assert {key for key in known if key in self.tier} <= self.ranks.arrived
+        assert self.exchange.num_slots <= NUM_SLOTS
+        assert self.ranks.link is not None or not self.exchange.num_slots
+
+
+@pytest.mark.parametrize("groups", [PLAIN, WINDOWED], ids=["plain", "windowed"])
+@pytest.mark.parametrize("seed", seeds(6, of=300))
+def test_each_request_is_admitted_and_no_slot_is_lost(seed, groups, monkeypatch):
+    side = DecodingSide(seed, groups, monkeypatch)
+    for _ in range(1500):
+        side.now += side.rng.choice([0.01, 0.01, 0.1])
+        event = side.rng.random()
+        if event < 0.04:
+            side.queue()
+        elif event < 0.045:
+            side.end_one()
+        elif event < 0.046:
+            side.part.group_replaced()
+        elif event < 0.6:
+            side.prefill.act()
+        else:
+            side.part.attend()
+        side.check()
+        if side.rng.random() < 0.1:  # something else takes room
+            side.tier.evict(side.rng.randbytes(17), 1)
+            side.tier.take_moves(b"")
+    side.ranks.is_calm = True
+    for _ in range(400):
+        side.now += 0.3
+        side.prefill.act()
+        side.part.attend()
+    assert not side.held, seed
+    assert side.exchange.num_slots == 0, seed
+    counts = side.prefill.counts
+    assert counts.num_blocks >= counts.num_early_blocks > 0, (seed, counts.prompts)
+    assert counts.prompts["moved"] > 0, (seed, counts.prompts)
