@@ -23,6 +23,7 @@ from worker_client.driver import Driver
 from worker_client.driver_parts.registry import DriverOptions
 from worker_client.errors import ClientConfigError
 from worker_client.inputs.sampling_params import SamplingParams
+from worker_client.replicas import prefill_serving
 from worker_client.replicas.prefill_group import PrefillThread
 from worker_client.scheduler import Scheduler
 from worker_client.wire.keys import NO_KEYS
@@ -60,8 +61,12 @@ LONG = (50, 80)
         *(exhaustively(kind, *shape) for kind in (None, "drafted", "windows") for shape in SHAPES),
     ],
 )
-def test_blocks_come_while_their_prompt_is_computed(daemons, checkpoint, kind, source, destination):
+def test_blocks_come_while_their_prompt_is_computed(
+    daemons, checkpoint, kind, source, destination, monkeypatch
+):
+    """However many prompts have slots at once."""
     sent = Prompts(random.randrange(1 << 30), count=60, lengths=LONG)
+    monkeypatch.setattr(prefill_serving, "MAX_AHEAD", random.choice([1, 30, 1024]))
     model, changes = (checkpoint(), {}) if kind is None else model_of(checkpoint, kind)
     endpoints = daemons.endpoints(sum(pp * tp for pp, tp in (source, destination)))
     both, drivers = (changes | SMALL_CHUNKS,) * 2, []

@@ -63,6 +63,11 @@ class OutgoingContents:
                 contents = HeldContents(wanted.lacking.popleft(), slots)
                 wanted.kept.append((self._steps.next, contents))
 
+    @property
+    def must_store(self) -> bool:
+        """True if the next step has something to store, and another group waits."""
+        return bool(self._wanted) and self._tier.has_moves
+
     def take(self, number: int) -> list[HeldContents]:
         """Return contents of a prompt that are kept, that steps which have succeeded have filled,
         and that were not taken before."""

@@ -261,11 +261,13 @@ class Scheduler:
             step = self._plan()
         if step.is_empty:
             # Once all is done, send ended requests and moves to the workers, else with a later
-            # step. A result must come for those that their deadlines have ended.
+            # step. A result must come for those that their deadlines have ended. What another group
+            # waits for is stored at once.
             all_done = not self._queues.unfinished
             must_tell = self._exits.dropped or self._outside.has_moves
             must_send = self._overdue or (all_done and must_tell)
-            if self._steps.numbers or not must_send:
+            is_awaited = self._exchange is not None and self._exchange.outgoing.must_store
+            if not is_awaited and (self._steps.numbers or not must_send):
                 return None
         return self._commit(step, self._steps.add(step))
 

@@ -152,3 +152,22 @@ def test_only_blocks_of_steps_that_have_succeeded_are_sent(seed):
         loop.outgoing.drop(number)
     loop.outgoing.release(contents for contents, _ in loop.taken)
     assert loop.scheduler.exchange.num_slots == 0, seed
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_the_last_blocks_are_stored_before_their_step_has_ended(is_wanted):
+    """A step that computes nothing stores them, if another group waits for them."""
+    scheduler = Scheduler(LIMITS)
+    scheduler.add_request(flat_request("r", list(range(10)), max_tokens=1))
+    outgoing, names = scheduler.exchange.outgoing, scheduler.exchange.lacking("r")
+    if is_wanted:
+        outgoing.want(1, names)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert (second is not None) == is_wanted
+    assert scheduler.schedule() is None
+    if second is None:
+        return
+    assert not second.num_scheduled_tokens and outgoing.take(1) == []
+    assert len(second.extensions[0].stored.slots) == len(names) == 2
+    assert len(scheduler.update_from_output(first, StepResult(["r"], [7]))) == 1
+    assert [each.name for each in outgoing.take(1)] == names
