@@ -6,5 +6,6 @@ loras.py     adapters that all replicas have
 lockstep.py  schedules the requests of replicas that take each step together
 driver.py    serves an asyncio program's requests, each on the replica that has the fewest
 
-prefill_group.py  a group that computes prompts for another one
+prefill_group.py    a group that computes prompts for another one, on a thread
+prefill_serving.py  its work there
 """
