@@ -19,7 +19,7 @@ from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.slot_bitmap import slot_bitmap
 from worker_daemon.sample.sampler import TorchSampling
-from worker_daemon.worker.description import WorkerDescription
+from worker_daemon.worker.description import OnMoveEnd, WorkerDescription
 
 ALL_RANKS = "all-ranks"
 """Model name with which every rank answers every step, not only the output rank."""
@@ -121,6 +121,9 @@ class StateWorker:
 
     def read_expert_loads(self) -> Callable[[], bool]:
         return lambda: True
+
+    def listen_to_moves(self, on_end: OnMoveEnd) -> None:
+        return None
 
     def on_attach(self, *, keep_requests: bool) -> bool:
         return True

@@ -16,6 +16,7 @@ from rpc_schema.base import StepReply, Unsigned
 from rpc_schema.control import ControlOperations
 from rpc_schema.control import ControlReplyMessage as ControlReplyMessage
 from rpc_schema.error_replies import ErrorReply
+from rpc_schema.expert_placement import ExpertMoveEnded
 from rpc_schema.frames import CURVE_BYTES as CURVE_BYTES
 from rpc_schema.frames import MAX_CONTROL_BYTES as MAX_CONTROL_BYTES
 from rpc_schema.frames import MAX_FRAMES as MAX_FRAMES
@@ -32,7 +33,7 @@ FrameT = TypeVar("FrameT", bound=bytes | memoryview | bytearray)
 
 StepReplyMessage: TypeAlias = StepReply
 EventMessage: TypeAlias = (
-    lc.Heartbeat | lc.StateChanged | lc.Hung | lc.Slow | trace.DriverStepsWanted
+    lc.Heartbeat | lc.StateChanged | lc.Hung | lc.Slow | trace.DriverStepsWanted | ExpertMoveEnded
 )
 
 

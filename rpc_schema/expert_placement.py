@@ -9,7 +9,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from rpc_schema.base import Count, StepReply, StepRequest, Unsigned, Value
+from rpc_schema.base import Count, Event, StepReply, StepRequest, Text, Unsigned, Value
+from rpc_schema.config import RendezvousAddress
 from rpc_schema.step import Done
 
 MAX_SLOTS = 8192
@@ -17,6 +18,8 @@ MAX_SLOTS = 8192
 
 MAX_EXPERTS = 1024
 """Experts of a layer: more than any model has."""
+
+MAX_TIMEOUT_MS = 3_600_000
 
 SlotExperts = Annotated[bytes, Meta(max_length=2 * MAX_SLOTS)]
 """Little-endian uint16 [R S]: the number of the expert in each slot."""
@@ -49,23 +52,47 @@ class ExpertMoves(Value, frozen=True, kw_only=True):
     num_switches: Unsigned = 0
     """Layers that were switched to another placement."""
     num_failed: Unsigned = 0
-    """MoveExperts and SwitchExperts that failed or were refused."""
+    """Moves that failed, and MoveExperts and SwitchExperts that were refused."""
+    num_dropped: Unsigned = 0
+    """Moves that ended for another operation, such as a weight update, before a switch."""
 
 
 class MoveExperts(StepRequest["MoveExpertsReply"], frozen=True, tag=57, kw_only=True):
-    """Receive from the peers what this rank's slots of a layer lack under another placement, into
-    spare memory. The layer's ranks exchange weights; steps go on with the present placement until
-    SwitchExperts. What an earlier MoveExperts has brought is dropped. Takes a step's deadline."""
+    """Begin to receive from the peers what this rank's slots of a layer lack under another
+    placement, into spare memory. The layer's ranks meet and exchange weights beside the steps,
+    which go on with the present placement until SwitchExperts; an ExpertMoveEnded tells the end.
+    Drops the move before, and what it has brought. So do weight updates, reloads, sleep and
+    Reset; a Relink and another driver drop only a move in progress."""
 
     placement: ExpertPlacement
+    place: RendezvousAddress | None = None
+    """Rendezvous of the ranks that share the layer's experts, served by one of their daemons. None
+    is refused."""
+    timeout_ms: Annotated[int, Meta(ge=1, le=MAX_TIMEOUT_MS)] = 60_000
+    """Limit on the whole exchange: the move fails then."""
 
 
 class MoveExpertsReply(StepReply, frozen=True, tag=57, kw_only=True):
     num_moved: Count
     """Slots of this rank that get another expert."""
     num_bytes: Unsigned
-    """Bytes received from peers."""
+    """Bytes to come from peers."""
     seconds: float
+    """Time that it has taken to begin."""
+
+
+class ExpertMoveEnded(Event, frozen=True, tag=21, kw_only=True):
+    """Published when the weights of a MoveExperts have come, or will not come."""
+
+    epoch: Unsigned
+    seq: Unsigned
+    """Seq of the MoveExperts, as epoch is its epoch."""
+    layer: Count
+    fault: Text = ""
+    """Empty: the weights are there, for SwitchExperts."""
+    is_dropped: bool = False
+    """True if the move was dropped for another operation, rather than failed; also after the
+    weights had come."""
 
 
 class SwitchExperts(StepRequest[Done], frozen=True, tag=58, kw_only=True):

@@ -265,7 +265,8 @@ class Detach(ControlRequest["Acknowledged"], frozen=True, tag=4, kw_only=True):
 
 
 class OpenRendezvous(ControlRequest["OpenRendezvousReply"], frozen=True, tag=5, kw_only=True):
-    """Serve the rendezvous of the next link on the daemon's data interface."""
+    """Serve a rendezvous on the daemon's data interface: of the next link, or of ranks between
+    which experts move, which name the next link too."""
 
     epoch: Unsigned
     link: Unsigned

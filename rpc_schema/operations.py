@@ -222,7 +222,6 @@ _STEP_ROWS: Final[tuple[StepOperation[Any], ...]] = (
         expert_placement.MoveExperts,
         expert_placement.MoveExpertsReply,
         Rule(_from("MODEL_LOADED"), _UP, weights=_AWAKE),
-        waits_for_peers=True,
     ),
     StepOperation(expert_placement.SwitchExperts, step.Done, _WEIGHTS_AWAKE),
     # Sleep. The first at level 1 may have to page-lock host memory.

@@ -119,7 +119,7 @@ class WorkerGroup:
         self.weights = GroupWeights(
             self._channel, self._steps, self._state, self._waiter, self.loras
         )
-        self.experts = GroupExperts(self._channel, self._steps, self._state, self._waiter)
+        self.experts = GroupExperts(self._channel, self._steps, self._state)
         self.memory = GroupMemory(self._channel, self._steps, self._waiter)
         self.uploads = GroupUploads(self._channel)
         self.prefixes = GroupPrefixes(self._channel, self._steps)
@@ -388,6 +388,7 @@ class WorkerGroup:
         self._waiter.wait_for_all()
         self._steps.lose_rows("the group was relinked")
         self.load_chain.relink()
+        self.experts.mend()
         self._state.apply(Change.LINK_MADE)
 
     def reset(self, to: Literal["CREATED", "DEVICE_READY", "MODEL_LOADED"]) -> None:

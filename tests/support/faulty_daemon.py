@@ -46,8 +46,10 @@ class Fault:
         "sample_tokens",
         "send",
         "publish_heartbeat",
+        "exchange",
     ]
-    """send: activations to the next stage; publish_heartbeat: on the event loop's thread."""
+    """send: activations to the next stage; publish_heartbeat: on the event loop's thread; exchange:
+    experts between ranks, once before they move, then for each batch, then once after them."""
     what: Literal["raise", "memory", "hang", "hold", "kill", "lost", "assert", "skip"]
     """memory: torch's error for a full device; hold: hang with the GIL held, so that no thread of
     the daemon runs, until end_hold(); lost: torch's error for a lost device; assert: a real
@@ -316,12 +318,14 @@ def main(patch: pytest.MonkeyPatch) -> None:
         worker = make_worker(
             device, model_roots, set_phase, find_upload, save_root, profile_dir, lora_roots
         )
+        from worker_daemon.distributed.peer_channel import PeerChannel
         from worker_daemon.distributed.pp import StageOutbound  # torch is loaded here, not before
         from worker_daemon.models.decoder import DecoderStage
 
         for name in ("forward", "argmax_tokens"):
             patch.setattr(DecoderStage, name, faulty(getattr(DecoderStage, name), faults))
         patch.setattr(StageOutbound, "send", faulty(StageOutbound.send, faults))
+        patch.setattr(PeerChannel, "exchange", faulty(PeerChannel.exchange, faults))
         return FaultyWorker(worker, faults)
 
     patch.setattr(assembly, "make_worker", make_faulty)

@@ -1,5 +1,5 @@
-"""A communicator of the ranks of two groups, between which KV blocks move. It is independent of the
-links of both, which must survive the death of the other group.
+"""A communicator beside the links: of the ranks of two groups, between which KV blocks move, or of
+those between which experts move. No link ends with it.
 
 Like transfer_group.py it uses torch.distributed's backend directly. Messages are tensors that one
 member sends and one receives, in the order of each pair: NCCL would take the same calls, with
@@ -7,6 +7,7 @@ buffers on the device.
 """
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,13 +26,16 @@ from worker_daemon.raising import Translation
 
 Messages: TypeAlias = Sequence[tuple[int, Tensor]]
 """Members, and a contiguous tensor for or from each."""
-_NAME = "kv transfer"
 
 
 @dataclass(frozen=True, slots=True)
 class PeerMeeting:
-    """The rendezvous of the ranks of two groups."""
+    """The rendezvous of a channel's members."""
 
+    name: str
+    """Purpose of the channel: members of another one are strangers."""
+    fix: str
+    """Advice for when it breaks."""
     host: str
     port: int
     secret: bytes
@@ -59,7 +63,7 @@ class PeerChannel:
             TransferError: not all have connected within the timeout, or a stranger has.
         """
         own = self._meeting
-        with self._failing("meeting the other group"):
+        with self._failing("meeting the other members"):
             store = connect_store(own.host, own.port, own.secret, own.timeout_s)
             self._store = store
             store.set(f"here/{own.rank}", b"1")
@@ -68,11 +72,11 @@ class PeerChannel:
                 others = inheritable_connections()
                 with ListenerWatch():
                     timeout = timedelta(seconds=own.timeout_s)
-                    named = PrefixStore(_NAME, store)
+                    named = PrefixStore(own.name, store)
                     gloo = dist.ProcessGroupGloo(named, own.rank, own.size, timeout)
                     self._group = cast(dist.ProcessGroup, gloo)  # torch's stubs lack its methods
                 self._connections = inheritable_connections() - others
-            prove_members(own.secret, _NAME, self._group)
+            prove_members(own.secret, own.name, self._group)
             store.end()
         if self._is_aborted:
             self.abort()
@@ -103,6 +107,22 @@ class PeerChannel:
             for work in works:
                 work.wait()
 
+    def exchange(self, sent: Messages, received: Messages, timeout_s: float) -> None:
+        """Send and receive messages of sizes that both sides know, and wait until all have left
+        and arrived.
+
+        Raises:
+            TransferError: a member is lost, or this has taken timeout_s.
+        """
+        assert self._group is not None, "after open() only"
+        until = time.monotonic() + timeout_s
+        with self._failing("exchanging"):
+            works = [self._group.recv([tensor], rank, 0) for rank, tensor in received]
+            works += [self._group.send([tensor], rank, 0) for rank, tensor in sent]
+            for work in works:
+                left_s = max(until - time.monotonic(), 0.001)
+                work.wait(timedelta(seconds=left_s))
+
     def abort(self) -> None:
         """End all waits, of the other members too: a channel without its connections is of no
         use to them. Before it is open, it ends once it is."""
@@ -124,7 +144,7 @@ class PeerChannel:
                 f"{what} failed: {error}",
                 field="peers",
                 value=f"{own.host}:{own.port}, rank {own.rank} of {own.size}",
-                fix="check that the daemons of both groups run, then open another transfer link",
+                fix=own.fix,
             )
 
         return Translation((RuntimeError, ValueError, CommError), translate)

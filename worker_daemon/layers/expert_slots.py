@@ -96,10 +96,12 @@ class LayerSlots:
 
     def use(self, placement: Placement) -> None:
         """Send tokens to these slots from the next step on."""
-        self.placement = placement
         if self.table.device.type != "meta":
-            rows = slot_table(placement, self.num_experts, self.table.numel() // _ROWS)
-            self.table.copy_(rows.flatten())
+            rows = slot_table(placement, self.num_experts, self.table.numel() // _ROWS).flatten()
+            if self.table.device.type == "cuda":
+                rows = rows.pin_memory()  # otherwise the copy waits for the steps in flight
+            self.table.copy_(rows, non_blocking=True)
+        self.placement = placement
 
     def slots_of(self, routed: RoutedTokens) -> RoutedTokens:
         """Return tokens with the slots of their experts, int32 [N, K]. Does not wait for the
@@ -141,6 +143,7 @@ class KnownPlacements:
     num_moved: int = 0
     num_switches: int = 0
     num_failed: int = 0
+    num_dropped: int = 0
 
 
 class ExpertSlots:

@@ -43,6 +43,7 @@ from worker_daemon.server.stop_signals import OneShotHandler, StopSignals
 from worker_daemon.server.threads import DaemonThreads, time_left
 from worker_daemon.server.wire.sockets import bind_sockets, events_socket
 from worker_daemon.settings import ONE_HOST, ProcessSettings
+from worker_daemon.worker.description import MoveEnd
 from worker_daemon.worker.uploads import Uploads
 from worker_host.exit_codes import ExitCode
 
@@ -289,6 +290,7 @@ class Daemon:
         """See StepEvents."""
         self._startup.reached(StartPhase.WORKER)
         self._threads.guard.watch(worker)
+        worker.listen_to_moves(self.move_ended)
         self._to_loop(lambda: self._ready.set_result(0))
 
     def state_changed(self, transition: str) -> None:
@@ -334,6 +336,12 @@ class Daemon:
     def slow(self, phase: str, phase_ms: int, usual_ms: int) -> None:
         """See GuardListener."""
         self._to_loop(lambda: self._drivers.events.publish_slow(phase, phase_ms, usual_ms))
+
+    def move_ended(self, end: MoveEnd) -> None:
+        """See WorkerLike.listen_to_moves."""
+        if end.fault:
+            logger.warning("layer %d keeps its experts where they are: %s", end.layer, end.fault)
+        self._to_loop(lambda: self._drivers.events.publish_move_end(end))
 
     def relapsed(self, cause: str) -> None:
         """See GuardListener. The service manager restarts this daemon and every rank in the same

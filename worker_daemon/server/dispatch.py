@@ -7,12 +7,11 @@ from typing import Any, Final, Protocol, TypeAlias
 
 from rpc_schema import step
 from rpc_schema.codec import Frame, StepReplyMessage
-from rpc_schema.expert_placement import MoveExperts
 from rpc_schema.operations import STEP_OPERATIONS, StepMessage, operation_name
 from rpc_schema.weight_transfer import RecomputeRequests
 from worker_daemon.contracts.uploads import FindUpload
 from worker_daemon.phases import SetPhase
-from worker_daemon.worker.description import WorkerDescription
+from worker_daemon.worker.description import OnMoveEnd, WorkerDescription
 
 
 class PendingReply(Protocol):
@@ -72,6 +71,9 @@ class WorkerLike(Protocol):
         """Start to copy the expert loads to the host. The returned function, which any thread may
         call, returns True once the description's expert_loads has them."""
 
+    def listen_to_moves(self, on_end: OnMoveEnd) -> None:
+        """Tell the ends of moves of experts to this function, on any thread."""
+
     def on_attach(self, *, keep_requests: bool) -> bool:
         """Drop all requests unless they are to be kept; return True if no step was cut off and all
         sends were received."""
@@ -123,7 +125,7 @@ STEPS: Final = (*STEPS_WITH_ARRAYS, step.ExecuteDummyBatch)
 """Requests that only the output rank answers, with a PendingReply; every rank answers the others
 with a complete reply."""
 
-RUN_STEPS: Final = (*STEPS, RecomputeRequests, MoveExperts)
+RUN_STEPS: Final = (*STEPS, RecomputeRequests)
 """Requests whose unexpected failure leaves other ranks in a step."""
 
 

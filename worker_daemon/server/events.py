@@ -1,5 +1,5 @@
-"""Publishes events: heartbeats, transitions, hangs, slow steps, and the trace's question to the
-driver. Owns the events socket (PUB). Main thread only."""
+"""Publishes events: heartbeats, transitions, hangs, slow steps, ends of moves of experts, and the
+trace's question to the driver. Owns the events socket (PUB). Main thread only."""
 
 import asyncio
 import contextlib
@@ -13,8 +13,12 @@ from rpc_schema import lifecycle as lc
 from rpc_schema import trace as tr
 from rpc_schema.codec import EventMessage, encode_control
 from rpc_schema.errors import WireError
+from rpc_schema.expert_placement import ExpertMoveEnded
+from worker_daemon.server.lifecycle import MAX_CAUSE_BYTES
 from worker_daemon.server.session.status import StatusReport
 from worker_daemon.server.wire.endpoints import EndpointInUseError
+from worker_daemon.worker.description import MoveEnd
+from worker_host.plain_text import one_line
 
 REOPEN_INTERVAL_S: Final = 0.02
 REOPEN_TRIES: Final = 100
@@ -52,6 +56,12 @@ class Events:
     def publish_slow(self, phase: str, phase_ms: int, usual_ms: int) -> None:
         """Publish that a step takes much longer than recent steps."""
         self._publish(lc.Slow(**self._origin, phase=phase, phase_ms=phase_ms, usual_ms=usual_ms))
+
+    def publish_move_end(self, end: MoveEnd) -> None:
+        """Publish that a move of experts has ended."""
+        fault = one_line(end.fault, MAX_CAUSE_BYTES)
+        event = ExpertMoveEnded(**self._origin, **end._replace(fault=fault)._asdict())
+        self._publish(event)
 
     def ask_driver(self, trace: bytes, begin_ns: int, end_ns: int) -> None:
         """Ask the attached driver for its steps in that period of this host's monotonic clock."""

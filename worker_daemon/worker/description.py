@@ -1,8 +1,9 @@
-"""The worker's state between operations: a value that any thread may read."""
+"""The worker's state between operations: a value that any thread may read; and what it tells in
+between."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from rpc_schema.config import WorkerConfig
 from rpc_schema.expert_placement import ExpertMoves, RankPlacement
@@ -51,6 +52,23 @@ class KVPeers(Protocol):
 
     def close(self) -> None:
         """Leave the link."""
+
+
+class MoveEnd(NamedTuple):
+    """The end of a move of experts."""
+
+    epoch: int
+    seq: int
+    """Seq of its MoveExperts, as epoch is its epoch."""
+    layer: int
+    fault: str
+    """Empty: the weights are there."""
+    is_dropped: bool
+    """True if it was dropped for another operation."""
+
+
+OnMoveEnd: TypeAlias = Callable[[MoveEnd], None]
+"""Returns at once; called on any thread."""
 
 
 @dataclass(frozen=True, slots=True)

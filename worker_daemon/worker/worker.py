@@ -50,7 +50,7 @@ from worker_daemon.runner.connectors.file_traffic import FileTraffic
 from worker_daemon.runner.kv_cache import KVMemory
 from worker_daemon.runner.output import PendingOutput
 from worker_daemon.worker.describing import describe, memory_by_kind
-from worker_daemon.worker.description import WorkerDescription
+from worker_daemon.worker.description import MoveEnd, OnMoveEnd, WorkerDescription
 from worker_daemon.worker.expert_moves import ExpertMover
 from worker_daemon.worker.frozen_start import FrozenStart
 from worker_daemon.worker.host_memory import (
@@ -118,6 +118,7 @@ class Worker:
         self._serving_or_none: Serving | None = None
         self._expert_mover_or_none: ExpertMover | None = None
         """The mover of the loaded model's experts."""
+        self._on_move_end: OnMoveEnd = _ignore
         self._frozen_start = FrozenStart()
         self._kv_outside = KVOutside(max_kv_host_bytes, kv_traffic, kept_memory)
 
@@ -150,7 +151,10 @@ class Worker:
             model = load(message, opened.place, self._roots, self._set_phase)
         self._model_or_none = model
         ranks = opened.place.expert_ranks(model.resolved.decoder)
-        self._expert_mover_or_none = ExpertMover(model.stage, model.weights, ranks)
+        self._expert_mover_or_none = ExpertMover(
+            *(model.stage, model.weights, ranks, opened.place.device),
+            *(self._kv_outside.meeting, self._on_move_end),
+        )
         return lc.LoadModelReply(
             **self._identity(message),
             model_memory_bytes=model.weights_bytes,
@@ -170,6 +174,7 @@ class Worker:
 
         Raises: see profile_memory and check_step_deadline.
         """
+        self._drop_move("the memory is profiled")
         opened, model = self._device.opened, self._model
         found = profile_memory(opened, model, message, self._set_phase, self._compiler)
         check_step_deadline(opened, model, message, self._set_phase)
@@ -249,6 +254,7 @@ class Worker:
             CapacityError: the graphs do not fit in addition to weights and KV cache.
         """
         began = time.monotonic()
+        self._drop_unfinished_move("graphs are captured")
         serving = self._serving
         self._kv_outside.stop_pinning()
         if serving.is_warm:
@@ -414,6 +420,7 @@ class Worker:
         self, message: lc.Sleep | lc.WakeUp | lc.Discard, change: Callable[[LoadedModel], None]
     ) -> lc.MemoryTagsReply:
         began = time.monotonic()
+        self._drop_move(f"the memory changes ({type(message).__name__})")
         model = self._model
         change(model)
         if model.memory.tags.kv_cache != "awake":
@@ -448,6 +455,8 @@ class Worker:
             ConfigError: rows are to be recomputed, and layers keep a state per request.
         """
         self._check_recomputes(message.running)
+        if message.target == "model":
+            self._drop_move("a weight update has begun")
         self._transfer.start(message, self._model, self._device.opened.place, self._roots)
         if message.target == "model":
             self._leave_weights(message.running)
@@ -492,6 +501,7 @@ class Worker:
             fix = "recompute, drop, or a weight update"
             raise config_error("running", message.running, problem, fix)
         self._check_recomputes(message.running)
+        self._drop_move("the weights are reloaded")
         self._leave_weights(message.running)
         self._set_phase("LOADING", LONG_OPERATION_S)
         config = self._model.next_load
@@ -580,16 +590,29 @@ class Worker:
     # Placement of experts.
 
     def move_experts(self, message: ep.MoveExperts) -> ep.MoveExpertsReply:
-        """Receive weights for another placement of a layer's experts. Raises: see
-        ExpertMover.move."""
-        moved = self._expert_mover.move(message.placement)
-        self._device.opened.synchronize()
-        return ep.MoveExpertsReply(**self._identity(message), **moved._asdict())
+        """Begin to receive weights for another placement of a layer's experts. Raises: see
+        ExpertMover.begin."""
+        begun = self._expert_mover.begin(message)
+        return ep.MoveExpertsReply(**self._identity(message), **begun._asdict())
 
     def switch_experts(self, message: ep.SwitchExperts) -> Done:
         """Use these weights from the next step on. Raises: see ExpertMover.switch."""
         self._expert_mover.switch(message.placement)
         return Done(**self._identity(message))
+
+    def listen_to_moves(self, on_end: OnMoveEnd) -> None:
+        """Tell the ends of moves to this function from the next load on."""
+        self._on_move_end = on_end
+
+    def _drop_move(self, cause: str) -> None:
+        """End a move of experts: it would touch the device beside the step thread."""
+        if self._expert_mover_or_none is not None:
+            self._expert_mover_or_none.drop(cause)
+
+    def _drop_unfinished_move(self, cause: str) -> None:
+        """Like _drop_move, but keep weights that have come: another rank may have switched."""
+        if self._expert_mover_or_none is not None:
+            self._expert_mover_or_none.drop_unfinished(cause)
 
     # LoRA adapters.
 
@@ -703,6 +726,7 @@ class Worker:
         if self._serving_or_none is not None:
             self._serving_or_none.runner.end_epoch()  # whatever fails below
         self._profiler.abandon()
+        self._drop_unfinished_move("its driver was replaced")
         self._transfer.abandon("its driver was replaced")
         self._kv_outside.leave_peers()
         if self._model_or_none is not None and self._model_or_none.adapters is not None:
@@ -734,6 +758,7 @@ class Worker:
                 may follow.
         """
         self._device.opened.place.parallel.check_link(message.rendezvous.link)
+        self._drop_unfinished_move("the ranks link anew")
         serving = self._serving_or_none
         if serving is not None:
             serving.runner.before_relink(message.epoch)
@@ -754,6 +779,7 @@ class Worker:
         if self._serving_or_none is not None and message.to != "CREATED":
             with suppress(CommError):  # a lost neighbor no longer needs the messages
                 self._serving_or_none.runner.settle()
+        self._drop_move("the group is reset")
         self._kv_outside.close_plan()
         self._serving_or_none = None
         self._transfer.interrupt("the group was reset")
@@ -829,6 +855,7 @@ class Worker:
         """Leave the link, after settling transfers if the peers respond; process exit frees the
         rest."""
         self._profiler.end()
+        self._drop_move("the daemon ends")
         self._transfer.close_engine()
         self._kv_outside.close()
         # Graphs first: NCCL releases a communicator only once no graph holds its kernels.
@@ -876,3 +903,7 @@ class Worker:
 
     def _identity(self, message: StepMessage) -> dict[str, int]:
         return {"epoch": message.epoch, "seq": message.seq, "rank": self.rank}
+
+
+def _ignore(end: MoveEnd) -> None:
+    return None

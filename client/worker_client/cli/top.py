@@ -20,6 +20,7 @@ from rich.live import Live
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import EventMessage
 from rpc_schema.errors import WorkerDaemonError
+from rpc_schema.expert_placement import ExpertMoveEnded
 from worker_client.cli.daemons import RunningDaemons
 from worker_client.cli.options import takes_groups
 from worker_client.cli.output_file import print_text
@@ -110,6 +111,8 @@ def _event_text(event: EventMessage) -> str:
             return f"hung: {event.phase} for {event.phase_ms} ms; stacks: {event.stacks}"
         case lc.Slow():
             return f"slow: {event.phase} for {event.phase_ms} ms, usually {event.usual_ms} ms"
+        case ExpertMoveEnded() if event.fault:
+            return f"layer {event.layer} keeps its experts where they are: {event.fault}"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Balances the experts of a group between steps, every so many of them."""
+"""Balances the experts of a group beside its steps, every so many of them."""
 
 import logging
 from typing import Final
@@ -15,9 +15,9 @@ _LOG = logging.getLogger(__name__)
 
 
 class ExpertsPart(DriverPart):
-    """Moves the experts of one layer before a step, then those of the next layer before the next
-    step, until all are where the loads want them. A rebalance that fails is logged and ends; the
-    next one comes at its time."""
+    """Moves the experts of one layer after another while steps go on, and switches each before a
+    step, once its weights have come, until all are where the loads want them. A rebalance that
+    fails is logged and ends; the next one comes at its time."""
 
     def __init__(self, context: DriverContext, step_interval: int) -> None:
         """step_interval: steps from the begin of one rebalance to that of the next.
@@ -38,6 +38,9 @@ class ExpertsPart(DriverPart):
     def settled(self, flight: StepInFlight) -> None:
         self._num_steps += 1
 
+    def group_replaced(self) -> None:
+        self._rebalance = None
+
     def prepare(self) -> None:
         if self._rebalance is None and self._num_steps < self._step_interval:
             return
@@ -53,7 +56,7 @@ class ExpertsPart(DriverPart):
         if self._rebalance is None:
             self._num_steps = 0
             self._rebalance = self._context.group.experts.begin_rebalance()
-        self._rebalance.advance()
+        self._rebalance.advance()  # does not wait for weights
         if self._rebalance.is_done:
             report, self._rebalance = self._rebalance.report, None
             for layer, balance in report.layers.items():

@@ -1,9 +1,10 @@
 """Balances the experts of a group over the ranks that share them: MoveExperts and SwitchExperts.
 
-    report = group.experts.rebalance()        # between steps
+    report = group.experts.rebalance()
 
-A layer's weights first go to all ranks that need them, while the old placement serves; then all
-ranks switch before the same step. Layers follow one another, and need spare memory for one alone.
+A layer's weights first go to all ranks that need them, beside the steps, while the old placement
+serves; then all ranks switch before the same step. Layers follow one another, and need spare memory
+for one alone.
 """
 
 import logging
@@ -18,8 +19,15 @@ import numpy as np
 
 from rpc_schema import expert_placement as ep
 from rpc_schema import lifecycle as lc
-from rpc_schema.base import StepRequest
-from rpc_schema.errors import WorkerError
+from rpc_schema.base import StepReply, StepRequest
+from rpc_schema.errors import (
+    ConfigError,
+    ErrorCode,
+    StateError,
+    WorkerDaemonError,
+    WorkerError,
+    error_of_rank,
+)
 from worker_client.errors import ContentMismatchError, DeadlineExceeded, config_error
 from worker_client.group.expert_loads import (
     Counts,
@@ -32,10 +40,14 @@ from worker_client.group.expert_placement import PlacedExperts, place_by_load
 from worker_client.group.failure_state import ENDS_OWNERSHIP, Change, FailureState
 from worker_client.group.group_channel import GroupChannel
 from worker_client.group.outcomes import StepsInFlight
-from worker_client.group.waiting import Waiter
 
 LEAST_GAIN: Final = 0.05
 """Least fall of a layer's imbalance for which its experts are moved."""
+MOVE_TIMEOUT_S: Final = 60.0
+"""Limit on moving one layer."""
+EVENT_SLACK_S: Final = 2.0
+"""Time after a move's limit in which its event comes, if it is not lost."""
+LOOK_INTERVAL_S: Final = 0.005
 _LOG = logging.getLogger(__name__)
 _Build: TypeAlias = Callable[..., StepRequest[Any]]
 
@@ -75,24 +87,44 @@ class _LayerMove(NamedTuple):
 
 
 @dataclass(slots=True)
+class _MoveInProgress:
+    """A layer whose weights are on their way."""
+
+    move: _LayerMove
+    ids: tuple[int, int]
+    """Epoch and seq of its MoveExperts."""
+    timeout_s: float
+    deadline: float
+    """time.monotonic() at which the ranks have ended it, whether their events came or not."""
+
+
+@dataclass(slots=True)
 class Rebalance:
-    """A rebalance that goes on layer by layer; steps may be sent in between. Belongs to the group's
+    """A rebalance that goes on layer by layer while steps are sent. Belongs to the group's
     thread."""
 
     _group: "GroupExperts"
     _moves: deque[_LayerMove]
     _layers: dict[int, LayerBalance]
+    _timeout_s: float
+    _present: _MoveInProgress | None = None
     _began: float = field(default_factory=time.monotonic)
 
     @property
     def is_done(self) -> bool:
         """True once no layer is left."""
-        return not self._moves
+        return self._present is None and not self._moves
+
+    @property
+    def is_moving(self) -> bool:
+        """True while the weights of a layer are on their way."""
+        return self._present is not None
 
     @property
     def planned(self) -> Mapping[int, LayerBalance]:
         """The layers that are left."""
-        return {move.placement.layer: move.balance for move in self._moves}
+        moves = [] if self._present is None else [self._present.move]
+        return {move.placement.layer: move.balance for move in (*moves, *self._moves)}
 
     @property
     def report(self) -> RebalanceReport:
@@ -100,62 +132,86 @@ class Rebalance:
         return RebalanceReport(dict(self._layers), time.monotonic() - self._began)
 
     def advance(self) -> None:
-        """Move and switch one layer; nothing if none is left. Raises as
+        """Do what can be done without waiting for weights: begin to move a layer, or switch it if
+        they have come; nothing if they have not, or no layer is left. Raises as
         GroupExperts.rebalance does; the layers that are left stay as they are."""
-        if not self._moves:
-            return
-        move = self._moves.popleft()
         try:
-            self._group.move(move.placement, move.ranks)
+            if self._present is not None:
+                if self._group.has_come(self._present):
+                    self._group.switch(self._present.move)
+                    move, self._present = self._present.move, None
+                    self._layers[move.placement.layer] = move.balance
+            elif self._moves:
+                self._present = self._group.begin(self._moves.popleft(), self._timeout_s)
         except BaseException:
+            self._present = None
             self._moves.clear()
             raise
-        self._layers[move.placement.layer] = move.balance
 
 
 class GroupExperts:
     """`WorkerGroup.experts`. Belongs to the group's thread."""
 
-    def __init__(
-        self, channel: GroupChannel, steps: StepsInFlight, state: FailureState, waiter: Waiter
-    ) -> None:
+    def __init__(self, channel: GroupChannel, steps: StepsInFlight, state: FailureState) -> None:
         self._channel = channel
         self._steps = steps
         self._state = state
-        self._waiter = waiter
         self._counted: LoadsByLayer = {}
         """The loads that the last rebalance has seen."""
+        self._ends: dict[tuple[int, int], dict[int, ep.ExpertMoveEnded]] = {}
+        """Ends of the last move, and of late ones: by epoch and seq, then by rank."""
+        self._next_look = 0.0
+        """time.monotonic() from which has_come() reads events again."""
+        self._is_torn = False
+        """True if some ranks may have switched a layer, and others not."""
+        channel.events.on_move_end = self._take_end
 
-    def rebalance(self, loads: LoadsByLayer | None = None) -> RebalanceReport:
-        """Move experts so that ranks have equal loads, all layers one after another. loads: tokens
-        of each expert by layer; None: those since this object's last rebalance. Tokens stay the
-        same, and so do requests. See begin_rebalance for steps in between.
+    def rebalance(
+        self, loads: LoadsByLayer | None = None, *, timeout_s: float = MOVE_TIMEOUT_S
+    ) -> RebalanceReport:
+        """Move experts so that ranks have equal loads, all layers one after another, and wait for
+        that. loads: tokens of each expert by layer; None: those since this object's last
+        rebalance. timeout_s: for one layer. Tokens stay the same, and so do requests. See
+        begin_rebalance for steps in between.
 
         Raises:
-            ClientConfigError: the group was loaded without enable_eplb.
-            CommError, DeadlineExceeded: a rank has failed or stalled. The old placement serves on
-                over a new link, and running requests are lost as in WorkerGroup.relink().
+            ClientConfigError: the group was loaded without enable_eplb, or timeout_s is not
+                possible.
+            CommError, DeadlineExceeded: a rank has failed or stalled. The old placement serves on.
+                If it failed in a switch, it does over a new link, and running requests are lost as
+                in WorkerGroup.relink().
             WorkerDied: a rank is dead: replace() it. It gets the present placement.
+            StateError: the ranks dropped the move for another operation.
             WorkerError: a rank refuses, since its weights are not complete for example.
         """
-        rebalance = self.begin_rebalance(loads)
+        rebalance = self.begin_rebalance(loads, timeout_s=timeout_s)
         while not rebalance.is_done:
             rebalance.advance()
+            if rebalance.is_moving:
+                self._channel.take_reply(time.monotonic() + LOOK_INTERVAL_S)
         return rebalance.report
 
-    def begin_rebalance(self, loads: LoadsByLayer | None = None) -> Rebalance:
+    def begin_rebalance(
+        self, loads: LoadsByLayer | None = None, *, timeout_s: float = MOVE_TIMEOUT_S
+    ) -> Rebalance:
         """Plan a rebalance; nothing is moved yet. Raises: as rebalance() does."""
+        if not 0.001 <= timeout_s <= ep.MAX_TIMEOUT_MS / 1000:
+            problem, fix = "it is no limit of a move", f"0.001 to {ep.MAX_TIMEOUT_MS / 1000:g}"
+            raise config_error("timeout_s", timeout_s, problem, fix)
         statuses = self._channel.daemons.get_status()
         _check_can_move(statuses)
         entries = _by_layer(self._channel.daemons.ranks, statuses)
-        self._finish(_unfinished(entries), entries)
+        unfinished = _unfinished(entries)
+        self._finish(unfinished, entries)
         if loads is None:
             counted = loads_by_layer(statuses)
             loads, self._counted = loads_since(self._counted, counted), counted
         moves: deque[_LayerMove] = deque()
         layers: dict[int, LayerBalance] = {}
-        for layer, of_ranks in sorted(self._placements().items()):
-            before = _read(of_ranks.experts, len(entries[layer]))
+        switched = {each.layer: each.experts for each in unfinished}
+        for layer, own in sorted(entries.items()):
+            experts = switched.get(layer, next(iter(own.values())).experts)
+            before = _read(experts, len(own))
             counts = loads.get(layer)
             if counts is None or not counts.any():
                 continue
@@ -165,24 +221,78 @@ class GroupExperts:
                 continue
             wire = ep.ExpertPlacement(layer=layer, experts=_write(after))
             moves.append(_LayerMove(wire, frozenset(entries[layer]), balance))
-        return Rebalance(self, moves, layers)
+        return Rebalance(self, moves, layers, timeout_s)
 
     def check_can_move(self) -> None:
         """Raise ClientConfigError if the group was loaded without enable_eplb."""
         _check_can_move(self._channel.daemons.get_status())
 
-    def move(self, placement: ep.ExpertPlacement, ranks: frozenset[int]) -> None:
-        """Bring one layer to a placement. ranks: those that share its experts. Raises: as
+    def begin(self, move: _LayerMove, timeout_s: float) -> _MoveInProgress:
+        """Begin to bring a layer's weights to the ranks that share its experts. Raises: as
         rebalance() does."""
         self._channel.check_usable()
         self._channel.check_serving()
-        self._waiter.wait_for_all()
+        self._ends.clear()
+        message = partial(
+            ep.MoveExperts,
+            placement=move.placement,
+            place=self._channel.open_meeting(move.ranks),
+            timeout_ms=round(timeout_s * 1000),
+        )
         try:
-            self._ask(partial(ep.MoveExperts, placement=placement), ranks)
-            self._ask(partial(ep.SwitchExperts, placement=placement), ranks)
+            (reply, *_) = self._ask(message, move.ranks)
         except (WorkerError, DeadlineExceeded) as error:
-            self._fail(placement.layer, error)
+            self._fail(move.placement.layer, error)
             raise
+        deadline = time.monotonic() + timeout_s + EVENT_SLACK_S
+        return _MoveInProgress(move, (reply.epoch, reply.seq), timeout_s, deadline)
+
+    def has_come(self, present: _MoveInProgress) -> bool:
+        """Return True once all ranks have the weights. Does not wait. Raises: as rebalance()
+        does."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return False
+        self._next_look = now + LOOK_INTERVAL_S
+        self._channel.events.read_now()
+        self._channel.check_deaths(0.0)
+        ends, layer = self._ends.get(present.ids, {}), present.move.placement.layer
+        faults = [(rank, end) for rank, end in ends.items() if end.fault]
+        if faults:  # one that dropped the move has made others fail
+            error = self._error_of(*max(faults, key=lambda each: each[1].is_dropped))
+            _LOG.warning("layer %d keeps its experts where they are: %s", layer, error)
+            raise error
+        if ends.keys() >= present.move.ranks:
+            return True
+        if now < present.deadline:
+            return False
+        if self._have_received(present.move):  # events may be lost
+            return True
+        raise DeadlineExceeded(f"the move of the experts of layer {layer}", present.timeout_s)
+
+    def switch(self, move: _LayerMove) -> None:
+        """Switch a layer whose weights all ranks have. Raises: as rebalance() does."""
+        self._channel.check_usable()
+        self._channel.check_serving()
+        try:
+            self._ask(partial(ep.SwitchExperts, placement=move.placement), move.ranks)
+        except (WorkerError, DeadlineExceeded) as error:
+            self._fail(move.placement.layer, error)
+            raise
+
+    def _take_end(self, rank: int, end: ep.ExpertMoveEnded) -> None:
+        self._ends.setdefault((end.epoch, end.seq), {})[rank] = end
+
+    def _error_of(self, rank: int, end: ep.ExpertMoveEnded) -> WorkerError:
+        code = ErrorCode.ILLEGAL_STATE if end.is_dropped else ErrorCode.COMM
+        endpoint = self._channel.daemons.client(rank).endpoint.control
+        return error_of_rank(code, end.fault, rank=rank, endpoint=endpoint)
+
+    def _have_received(self, move: _LayerMove) -> bool:
+        layer, experts = move.placement.layer, move.placement.experts
+        statuses = self._channel.daemons.get_status()
+        own = _by_layer(self._channel.daemons.ranks, statuses).get(layer, {})
+        return all(rank in own and own[rank].moved == experts for rank in move.ranks)
 
     def finish_switches(self, statuses: Sequence[lc.Status]) -> None:
         """Switch the ranks that a lost driver, or a lost rank, has left behind the others.
@@ -195,28 +305,43 @@ class GroupExperts:
         entries = _by_layer(self._channel.daemons.ranks, statuses)
         self._finish(_unfinished(entries), entries)
 
+    def mend(self) -> None:
+        """After a relink, finish a switch in which a rank has failed. Raises: as finish_switches
+        does; steps must not be sent then."""
+        if self._is_torn:
+            self.finish_switches(self._channel.daemons.get_status())
+            self._is_torn = False
+
     def _finish(self, placements: Sequence[ep.ExpertPlacement], entries: "_Entries") -> None:
         for placement in placements:
             self._ask(
                 partial(ep.SwitchExperts, placement=placement), frozenset(entries[placement.layer])
             )
 
-    def _placements(self) -> dict[int, ep.ExpertPlacement]:
-        statuses = self._channel.daemons.get_status()
-        return {each.layer: each for each in present_placements(statuses)}
-
-    def _ask(self, build: _Build, ranks: frozenset[int]) -> None:
+    def _ask(self, build: _Build, ranks: frozenset[int]) -> list[StepReply]:
         """Have some ranks do an operation; the others only advance their seqs."""
-        self._channel.ask_each(lambda rank: build if rank in ranks else lc.GetSupportedTasks)
+        return self._channel.ask_each(lambda rank: build if rank in ranks else lc.GetSupportedTasks)
 
     def _fail(self, layer: int, error: WorkerError | DeadlineExceeded) -> None:
-        """Let the ranks leave the link: some may wait for the one that failed."""
+        """Have the ranks link anew, unless all have refused alike: one may hang, or have switched
+        alone."""
         _LOG.warning("layer %d keeps its experts where they are: %s", layer, error)
-        if isinstance(error, ENDS_OWNERSHIP):
+        if isinstance(error, ENDS_OWNERSHIP) or self._are_alike(layer, error):
             return
+        self._is_torn = True
         self._channel.abort_links(str(error))
         self._state.apply(Change.LINK_BROKEN)
         self._steps.lose_rows(f"experts could not be moved: {error}", cause=error)
+
+    def _are_alike(self, layer: int, error: WorkerError | DeadlineExceeded) -> bool:
+        if not isinstance(error, StateError | ConfigError):
+            return False
+        try:
+            statuses = self._channel.daemons.get_status()
+        except WorkerDaemonError:
+            return False
+        own = _by_layer(self._channel.daemons.ranks, statuses).get(layer, {})
+        return len({entry.experts for entry in own.values()}) == 1
 
 
 def _check_can_move(statuses: Sequence[lc.Status]) -> None:

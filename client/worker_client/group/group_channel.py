@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple, TypeVar, cast
 
@@ -21,7 +21,7 @@ from rpc_schema.codec import (
     encode_step,
     split_replayed,
 )
-from rpc_schema.config import Rendezvous
+from rpc_schema.config import Rendezvous, RendezvousAddress
 from rpc_schema.error_replies import ErrorReply
 from rpc_schema.errors import (
     BadFrameError,
@@ -333,6 +333,12 @@ class GroupChannel:
             rank: Rendezvous(link=link, place=place, rank=rank, local_world_size=of_all)
             for rank in self.daemons.ranks
         }
+
+    def open_meeting(self, ranks: Collection[int]) -> RendezvousAddress:
+        """Have the first of some ranks open a rendezvous of these, beside the link."""
+        link = self.links.next_number  # a daemon refuses one that is not above its own
+        request = partial(lc.OpenRendezvous, epoch=self.epoch, link=link, num_ranks=len(ranks))
+        return self.daemons.client(min(ranks)).ask(request).place
 
     def use_link(self, rendezvous: Mapping[int, Rendezvous]) -> None:
         """Send requests under this link from now on: all ranks have joined it."""

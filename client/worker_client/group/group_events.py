@@ -10,6 +10,7 @@ from typing import NamedTuple
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import EventMessage
 from rpc_schema.errors import WorkerDaemonError
+from rpc_schema.expert_placement import ExpertMoveEnded
 from rpc_schema.trace import DriverStepsWanted, PutDriverSteps
 from worker_client.group.failure_state import FailureState
 from worker_client.group.group_daemons import GroupDaemons
@@ -63,6 +64,8 @@ class GroupEvents:
         """state: gets the ranks' drains. resending: gets their progress. times: of the steps, for
         observers."""
         self.on_progress: Callable[[RankProgress], None] | None = None
+        self.on_move_end: Callable[[int, ExpertMoveEnded], None] | None = None
+        """Told the rank and the end of a move of experts; must not call the group."""
         self._daemons = daemons
         self._state = state
         self._resending = resending
@@ -102,6 +105,11 @@ class GroupEvents:
                 watch.heard(event, operating=is_operating)
             elif isinstance(event, lc.Hung | lc.Slow):
                 watch.report(event)
+            elif isinstance(event, ExpertMoveEnded):
+                watch.report_move(event)
+                rank = watch.rank_of(event.worker_uid)
+                if rank is not None and self.on_move_end is not None:
+                    self.on_move_end(rank, event)
             self._heard.append(event)
         watch.listened()
 

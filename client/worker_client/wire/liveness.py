@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
+from rpc_schema.expert_placement import ExpertMoveEnded
 from rpc_schema.lifecycle import Heartbeat, Hung, Slow
 from worker_client.errors import WorkerDied, WorkerShutsDown
 from worker_client.wire.processes import Process, find_process, nobody_listens
@@ -34,12 +35,13 @@ _FENCE_AFTER_CUT_S = FENCE_AFTER_S - 1.0
 MAX_EVENTS = 256
 
 Signal: TypeAlias = Literal["transport", "process", "progress", "announced"]
-EventKind: TypeAlias = Literal["suspect", "back", "dead", "hung", "slow"]
+EventKind: TypeAlias = Literal["suspect", "back", "dead", "hung", "slow", "move_failed"]
 Liveness: TypeAlias = Literal["alive", "suspect", "dead"]
 
 
 class LivenessEvent(NamedTuple):
-    """A change of a rank's liveness. `hung` and `slow` are the rank's own reports."""
+    """A change of a rank's liveness. `hung`, `slow` and `move_failed` (experts that could not be
+    moved to it) are the rank's own reports."""
 
     kind: EventKind
     rank: int
@@ -197,6 +199,12 @@ class Watch:
         else:
             detail = f"{event.phase} has lasted {event.phase_ms} ms, usually {event.usual_ms} ms"
             self._tell("slow", rank, "progress", detail)
+
+    def report_move(self, event: ExpertMoveEnded) -> None:
+        """Record the end of a move of experts, if it has failed."""
+        rank = self.rank_of(event.worker_uid)
+        if rank is not None and event.fault and not event.is_dropped:
+            self._tell("move_failed", rank, "progress", f"layer {event.layer}: {event.fault}")
 
     def listened(self) -> None:
         """Judge silence, after all events that are here have been read: a heartbeat that waits to

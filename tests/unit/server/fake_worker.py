@@ -201,6 +201,9 @@ class FakeWorker:
         self.tracing = False
         return FakeTrace() if keep else None
 
+    def listen_to_moves(self, on_end: object) -> None:
+        return None
+
     def read_expert_loads(self) -> Callable[[], bool]:
         return lambda: True
 

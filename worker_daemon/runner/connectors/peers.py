@@ -195,7 +195,11 @@ class _PeerLink:
         self._sends = message.rank < num_sources
         place, size = message.place, num_sources + len(message.destinations)
         self._channel = PeerChannel(
-            PeerMeeting(place.host, place.port, place.secret, message.rank, size, self._timeout_s)
+            PeerMeeting(
+                "kv transfer",
+                "check that the daemons of both groups run, then open another transfer link",
+                *(place.host, place.port, place.secret, message.rank, size, self._timeout_s),
+            )
         )
         rank = message.rank if self._sends else message.rank - num_sources
         self._routes: dict[int, dict[int, list[Route]]] = {}
