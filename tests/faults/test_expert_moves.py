@@ -55,15 +55,21 @@ def faulty(model_root, tmp_path_factory):
         yield daemons
 
 
-@pytest.fixture
-def serving(faulty, model):
-    """Two replicas that share experts: (group, scheduler)."""
-    faulty.restart_dead()
+@pytest.fixture(scope="module")
+def loaded(faulty, model):
+    """Two replicas that share experts: (group, limits)."""
     config = worker_config(model.path, 2, 1, 1, enable_sleep_mode=True)
     with WorkerGroup(faulty.endpoints, config.parallel) as group:
-        group.attach(force=True)
+        group.attach()
         loaded = group.prepare(config, num_gpu_blocks=NUM_BLOCKS)
-        yield group, new_scheduler(2, scheduler_limits(loaded, config))
+        yield group, scheduler_limits(loaded, config)
+
+
+@pytest.fixture
+def serving(loaded):
+    """The same, with a scheduler that knows no requests: (group, scheduler)."""
+    group, limits = loaded
+    return group, new_scheduler(2, limits)
 
 
 def begin_and_hang(group, faults, **options):
@@ -229,7 +235,7 @@ def test_another_operation_drops_a_move(serving, faulty, model, case, operation,
 @pytest.mark.parametrize("way", ["relink", "attach"])
 def test_a_new_link_or_driver_drops_a_move(serving, faulty, model, case, way):
     """The ranks meet anew for the next one."""
-    (group, _), (requests, expected) = serving, case
+    (group, scheduler), (requests, expected) = serving, case
     before, counted = placements(group), given_up(group)
     begun = begin_and_hang(group, faulty.faults[1])
     if way == "relink":
@@ -242,9 +248,10 @@ def test_a_new_link_or_driver_drops_a_move(serving, faulty, model, case, way):
     faulty.faults[1].end_hang()
     assert placements(group) == before
     assert (given_up(group) - counted).sum(axis=1).tolist() == [1, 1]
-    config = worker_config(model.path, 2, 1, 1, enable_sleep_mode=True)
-    limits = scheduler_limits(group.prepare(config, num_gpu_blocks=NUM_BLOCKS), config)
-    assert tokens_of(drive(group, new_scheduler(2, limits), requests).run()) == expected
+    if way == "attach":
+        config = worker_config(model.path, 2, 1, 1, enable_sleep_mode=True)
+        group.prepare(config, num_gpu_blocks=NUM_BLOCKS)
+    assert tokens_of(drive(group, scheduler, requests).run()) == expected
     assert rebalance(group, random.Random(SEED + 1))
 
 
