@@ -264,7 +264,7 @@ class Scheduler:
             # step. A result must come for those that their deadlines have ended. What another group
             # waits for is stored at once.
             all_done = not self._queues.unfinished
-            must_tell = self._exits.dropped or self._outside.has_moves
+            must_tell = self._exits.must_tell or self._outside.has_moves
             must_send = self._overdue or (all_done and must_tell)
             is_awaited = self._exchange is not None and self._exchange.outgoing.must_store
             if not is_awaited and (self._steps.numbers or not must_send):
@@ -490,6 +490,7 @@ class Scheduler:
         self._outside.fail(outputs)
         self._end_loads()
         self._steps.fail(len(outputs))
+        self._exits.have_steps_failed = True
         running = self._queues.running
         for req_id in lost_req_ids:
             if req_id in running:

@@ -30,10 +30,18 @@ class RequestExits:
         self._draft_lengths = draft_lengths
         self.dropped: list[str] = []
         """Requests without blocks whose rows the workers have still to drop."""
+        self.have_steps_failed = False
+        """Steps have failed: until the next one, workers may have rows of any request."""
+
+    @property
+    def must_tell(self) -> bool:
+        """True if workers may have rows of requests that have ended or wait."""
+        return bool(self.dropped) or self.have_steps_failed
 
     def take_dropped(self) -> list[str]:
         """Return the requests whose rows the next step drops."""
         dropped, self.dropped = self.dropped, []
+        self.have_steps_failed = False
         return dropped
 
     def finish(

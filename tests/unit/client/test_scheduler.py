@@ -679,3 +679,23 @@ def test_blocks_of_requests_that_go_on_are_found_again_after_a_failure():
     scheduler.add_request(GenerationRequest(id="new", prompt=prompt))
     (new,) = scheduler.schedule().scheduled_new_reqs
     assert new.num_computed_tokens == 12
+
+
+@pytest.mark.parametrize("then", ["ended before", "aborted after"])
+def test_a_step_after_a_failure_lets_workers_drop_the_rows_of_requests_that_have_ended(then):
+    scheduler = Scheduler(make_limits())
+    scheduler.add_request(GenerationRequest(id="a", prompt=np.arange(6, dtype=np.int32)))
+    first = scheduler.schedule()
+    if then == "ended before":
+        scheduler.update_from_output(first, StepResult(["a"], [9]))
+        scheduler.abort_request("a")
+        last = scheduler.schedule()
+        assert [*last.finished_req_ids] == ["a"]
+        scheduler.step_failed([last], frozenset())
+    else:
+        scheduler.step_failed([first], frozenset({"a"}))
+        scheduler.abort_request("a")
+    output = scheduler.schedule()
+    assert output is not None and not output.num_scheduled_tokens
+    scheduler.update_from_output(output, StepResult([], []))
+    assert scheduler.schedule() is None
