@@ -1,15 +1,17 @@
 """KV blocks that are kept and moved, while bits flip and messages are dropped, doubled, delayed and
-truncated, before and during transfers, and daemons are killed: the host tier, files, and prefill
-apart from decode. Requests must get the tokens of an undisturbed group without a connector, and
-nothing may be left behind.
+truncated, before and during transfers, weights and adapters change, and drivers and daemons die:
+the host tier, its file, files, and prefill apart from decode. Requests must get the tokens of an
+undisturbed group without a connector, and nothing may be left behind.
 
-A case is a few fresh prompts, which run twice, and what goes wrong meanwhile. All of it follows
-from its seed, but for the daemons' timing: `make fuzz ARGS="--only kv --seed SEED"` begins with it.
+A case is a few fresh prompts, which run twice, and what goes wrong meanwhile. CASES_OF_A_SETTING
+share a model and a group (kv_settings.py). All of it follows from the seed, but for the daemons'
+timing: `make fuzz ARGS="--only kv --seed SEED"` begins with it.
 """
 
 import contextlib
 import faulthandler
 import itertools
+import json
 import random
 import shutil
 import sys
@@ -17,43 +19,43 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import LEAST_MARGIN, make_checkpoint, prompts
-from tests.support.filing_daemons import HEADER_BYTES, FilingDaemons, damage
-from tests.support.forked_daemons import ForkedDaemons
-from tests.support.secured import ask
-from tests.support.serving import connect, greedy_request, kill_and_wait, worker_config
-from tests.support.tier_damage import ALIVE, DEAD, TierFile
-from tests.support.tiered_waves import new_driver
+from tests.support.checkpoints import prompts
+from tests.support.kv_settings import (
+    CONNECTORS,
+    SHAPES,
+    Model,
+    Reference,
+    Setting,
+    Wanted,
+)
+from tests.support.kv_worlds import WORLDS, Side, World, eventually, num_held
+from tests.support.serving import greedy_request
 from tests.support.tmpfs import tmpfs_directory
-from tests.support.wrong_transfers import WrongDaemons, Wrongs
+from tests.support.wrong_transfers import WrongDaemons
 from worker_client.driver_parts import remote_prefill
-from worker_client.driver_parts.registry import DriverOptions
-from worker_client.errors import DeadlineExceeded, WorkerDied
-from worker_client.inputs.sampling_params import SamplingParams
-from worker_client.replicas.prefill_group import PrefillThread
-from worker_client.wire.keys import NO_KEYS
 
-CONFIG = {"max_model_len": 64, "max_num_batched_tokens": 32}
-"""Prompts in several chunks."""
-FEW_BLOCKS = 18
-"""Blocks of a KV cache that evicts and preempts."""
-HOST_BYTES = 1 << 20
 FILE_BYTES = 4 << 20
-MOVE_TIMEOUT_S = 0.6
-"""Time after which a message that was dropped ends its transfer link."""
+CASES_OF_A_SETTING = 40
 CASE_S = 60.0
 """Time after which a case hangs: several times what it takes after a kill on a busy host."""
-SETTLE_S = 20.0
 KILLS_ONE_OF = 40
 """Cases of which one kills daemons."""
 LAST_STEP = 16
-FILE_KINDS = ("damage", "flip", "flip", "remove", "obstacle")
-MESSAGE_KINDS = ("flip", "flip", "flip", "delay", "truncate", "truncate", "double", "drop")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request of a case, which each wave makes anew."""
+
+    name: str
+    tokens: tuple[int, ...]
+    max_tokens: int
+    is_adapted: bool
 
 
 @dataclass(frozen=True)
@@ -63,453 +65,338 @@ class Case:
     seed: int
     kills: bool
     rng: random.Random
-    requests: Sequence[object]
+    prompts: Sequence[Prompt]
     aborted: str
-    """Request that is aborted; empty: none."""
-    strikes: Mapping[int, int]
-    """Number of strikes by the step before which they are."""
+    """Prompt whose request is aborted; empty: none."""
+    strikes: Mapping[tuple[int, int], int]
+    """Number of strikes by wave and the step before which they are."""
+    changes: Mapping[tuple[int, int], str]
+    """Of CHANGES, by wave and step. Step 0 of wave 1 is between the waves."""
 
     @classmethod
-    def of(cls, seed: int, kills: bool) -> "Case":
+    def of(cls, seed: int, setting: Setting, kills: bool) -> "Case":
         rng = random.Random(seed)
-        stem = prompts(rng.randrange(1 << 30), [rng.randint(5, 34)])[0].tolist()
-        requests = []
+        stem = _tokens(rng, rng.randint(5, 34))
+        made = []
         for index in range(rng.randint(1, 4)):
-            own = prompts(rng.randrange(1 << 30), [rng.randint(2, 40)])[0].tolist()
+            own = _tokens(rng, rng.randint(2, 40))
             tokens = stem + own[:16] if rng.randrange(2) else own
-            requests.append(greedy_request(f"{seed}-{index}", tokens, rng.randint(1, 6)))
-        aborted = rng.choice(requests).id if not rng.randrange(6) else ""
-        strikes = Counter(rng.randrange(LAST_STEP) for _ in range(rng.randint(1, 4)))
-        return cls(seed, kills, rng, requests, aborted, strikes)
-
-
-class Reference:
-    """A group without a connector, that nothing disturbs."""
-
-    def __init__(self, stack: contextlib.ExitStack, model_root: Path, model: Path) -> None:
-        daemons = stack.enter_context(ForkedDaemons(["cpu"], model_root))
-        served = connect(daemons.endpoints, worker_config(model, **CONFIG))
-        self._driver = new_driver(*stack.enter_context(served))
-
-    def tokens(self, requests: Sequence[object]) -> dict[str, list[int]]:
-        """The tokens of requests, without those that rounding could change."""
-        wanted = SamplingParams(temperature=0.0, logprobs=2)
-        for request in requests:
-            self._driver.add_request(replace(request, sampling=wanted))
-        outputs = list(self._driver.run())
-        self._driver.scheduler.forget_prefixes()
-        return {each.req_id: each.token_ids for each in outputs if _is_clear(each)}
-
-
-def _is_clear(output) -> bool:
-    return all(each.logprobs[1] - each.logprobs[2] > LEAST_MARGIN for each in output.logprobs)
-
-
-class World:
-    """A group with a connector and its driver, for many cases."""
-
-    def __init__(self, name: str, model_root: Path, model: Path) -> None:
-        self.name = name
-        self.model_root, self.model = model_root, model
-        self.counts: Counter[str] = Counter()
-        self.sides: list[ForkedDaemons] = []
-        """The daemons that can be killed, of each group."""
-        self.may_die = False
-        self.deaths: list[str] = []
-        """Daemons that have died by themselves, and the ends of their logs."""
-
-    def open(self, stack: contextlib.ExitStack, directory: Path, kept: Path) -> None:
-        """Start the daemons, and open the driver."""
-        raise NotImplementedError
-
-    def prepare(self, case: Case) -> None:
-        """Begin a case."""
-
-    def strike(self, case: Case) -> str:
-        """Let something go wrong, and name it."""
-        raise NotImplementedError
-
-    def between_waves(self, case: Case) -> None:
-        """Let the second wave load what the first one has left, by a prompt that evicts it from the
-        KV cache."""
-        prompt = prompts(case.rng.randrange(1 << 30), [60])[0].tolist()
-        self.driver.add_request(greedy_request(f"{case.seed}-between", prompt, 1))
-        assert not [output.error for output in self.driver.run() if output.error]
-
-    def strike_dead(self, case: Case) -> None:
-        """Damage what dead daemons have left."""
-
-    def settle(self) -> None:
-        """Undo what goes wrong, and wait until nothing is on its way."""
-
-    def check(self) -> None:
-        """Assert that nothing is left behind elsewhere."""
-
-    def connected(self, side: ForkedDaemons, shape: tuple[int, int], **config: object):
-        """Serve the model, with a small KV cache."""
-        wanted = worker_config(self.model, *shape, **CONFIG, **config)
-        return connect(side.endpoints, wanted, num_gpu_blocks=FEW_BLOCKS)
-
-    def recovering(self, side: ForkedDaemons, group: object) -> Callable[[object], None]:
-        """What a driver calls after a death."""
-
-        def recover(died):
-            if not self.may_die:
-                self.deaths.append(f"{died}\n{side.log_tail(died.rank)}")
-            side.restart_dead()
-            group.replace(died.rank)
-
-        return recover
-
-    def kill(self, case: Case) -> None:
-        """Kill a daemon, or all of a side."""
-        side = case.rng.choice(self.sides)
-        pids = list(side.pids)
-        for pid in pids if not case.rng.randrange(3) else [case.rng.choice(pids)]:
-            with contextlib.suppress(ProcessLookupError):  # it has died among messages
-                kill_and_wait(pid)
-        self.strike_dead(case)
-
-
-class TierWorld(World):
-    """A group with a host tier that outlives its daemons."""
-
-    def __init__(self, name, model_root, model, pp, tp):
-        super().__init__(name, model_root, model)
-        self._shape = pp, tp
-
-    def open(self, stack, directory, kept):
-        pp, tp = self._shape
-        daemons = FilingDaemons(pp * tp, self.model_root, kept, option="--kv-host-dir")
-        self.sides = [stack.enter_context(daemons)]
-        served = self.connected(daemons, self._shape, kv_host_memory_bytes=HOST_BYTES)
-        group, loaded = stack.enter_context(served)
-        self.driver = new_driver(group, loaded, recover=self.recovering(daemons, group))
-        self._files = [TierFile(own, loaded.num_host_blocks) for own in daemons.directories]
-
-    def strike(self, case):
-        kind = case.rng.choice(ALIVE)
-        self._damage(case, kind)
-        return kind
-
-    def strike_dead(self, case):
-        # Only of daemons that have ended: a file that is mapped must not be shortened.
-        for pid, file in zip(self.sides[0].pids, self._files, strict=True):
-            if not _is_alive(pid) and case.rng.randrange(2):
-                file.damage(case.rng, case.rng.choice(DEAD), slots_of(self.driver))
-
-    def _damage(self, case, kind):
-        case.rng.choice(self._files).damage(case.rng, kind, slots_of(self.driver))
-
-
-class FilesWorld(World):
-    """A group whose blocks are kept in files."""
-
-    def __init__(self, name, model_root, model, pp, tp):
-        super().__init__(name, model_root, model)
-        self._shape = pp, tp
-
-    def open(self, stack, directory, kept):
-        pp, tp = self._shape
-        options = ("--kv-file-bytes", str(FILE_BYTES))
-        daemons = FilingDaemons(pp * tp, self.model_root, directory, *options)
-        self._daemons = stack.enter_context(daemons)
-        self.sides = [daemons]
-        served = self.connected(daemons, self._shape, kv_files=True)
-        group, loaded = stack.enter_context(served)
-        self.driver = new_driver(group, loaded, recover=self.recovering(daemons, group))
-
-    def strike(self, case):
-        kind, rng = case.rng.choice(FILE_KINDS), case.rng
-        files = []
-        with contextlib.suppress(OSError):  # a rank has just removed a directory
-            files = self._daemons.files
-        if not files:
-            return "nothing"
-        files = sorted(files, key=_age)[-60:]
-        path = rng.choice(files)
-        with contextlib.suppress(OSError):  # a rank has just removed it
-            if kind == "damage":
-                damage(rng, path)
-            elif kind == "flip":
-                for each in rng.sample(files, min(len(files), rng.choice([1, 5, 20]))):
-                    flip(rng, each)
-            elif kind == "remove":
-                path.unlink()
-            else:  # where the next blocks are to be
-                place = path.parent.parent / f"{rng.randrange(256):02x}"
-                if not place.exists():
-                    place.write_bytes(b"")
-        return kind
-
-    def strike_dead(self, case):
-        for _ in range(case.rng.randrange(6)):
-            self.strike(case)
-
-    def between_waves(self, case):
-        self.driver.scheduler.forget_prefixes()
-
-    def settle(self):
-        for own in self._daemons.directories:
-            for path in own.glob("*/??"):
-                if path.is_file():
-                    path.unlink()
-
-
-class PeersWorld(World):
-    """A group that decodes, and one that computes its prompts."""
-
-    def __init__(self, name, model_root, model, source, destination):
-        super().__init__(name, model_root, model)
-        self._shapes = source, destination
-
-    def open(self, stack, directory, kept):
-        for name, (pp, tp) in zip(("source", "destination"), self._shapes, strict=True):
-            (directory / name).mkdir()
-            own = WrongDaemons(pp * tp, self.model_root, directory / name, kept / name)
-            self.sides.append(stack.enter_context(own))
-        sources, own = self.sides
-        self._prefill_driver = None
-
-        @contextlib.contextmanager
-        def open_driver():
-            sources.restart_dead()
-            with self._opened(sources, self._shapes[0]) as driver:
-                self._prefill_driver = driver
-                yield driver
-
-        thread = PrefillThread(open_driver, timeout_s=MOVE_TIMEOUT_S, reopen_s=0.05)
-        prefill = stack.enter_context(thread)
-        prefill.wait_opened()
-        self._prefill = prefill
-        options = DriverOptions(prefill=prefill)
-        self.driver = stack.enter_context(self._opened(own, self._shapes[1], options=options))
-        self._files = [
-            [TierFile(own, _num_slots(endpoint)) for own, endpoint in zip(*each, strict=True)]
-            for each in ((side.directories, side.endpoints) for side in self.sides)
-        ]
-
-    @contextlib.contextmanager
-    def _opened(self, side, shape, **options):
-        with self.connected(side, shape, kv_host_memory_bytes=HOST_BYTES) as (group, loaded):
-            yield new_driver(group, loaded, recover=self.recovering(side, group), **options)
-
-    def between_waves(self, case):
-        super().between_waves(case)
-        if case.rng.randrange(2):  # have all blocks sent again
-            self.driver.scheduler.forget_prefixes()
-            self.driver.scheduler.forget_host_tier()
-
-    def prepare(self, case):
-        kinds = [kind for kind in MESSAGE_KINDS if case.rng.randrange(3)]
-        for wrongs in self.sides[0].wrongs:
-            seed, one_of = case.rng.randrange(1 << 30), case.rng.choice([1, 2, 4, 8])
-            wrongs.put(Wrongs(seed, kinds, one_of, case.rng.choice([1, 1, 2, 4])))
-        if case.kills and case.rng.randrange(2):
-            side = case.rng.choice(self.sides)
-            wrongs = Wrongs(case.rng.randrange(1 << 30), ("kill",), case.rng.choice([1, 3, 6]))
-            case.rng.choice(side.wrongs).put(wrongs)
-
-    def strike(self, case):
-        place, kind = case.rng.randrange(2), case.rng.choice(ALIVE)
-        driver = self.driver if place else self._prefill_driver
-        case.rng.choice(self._files[place]).damage(case.rng, kind, slots_of(driver))
-        return kind
-
-    def settle(self):
-        for wrongs in [each for side in self.sides for each in side.wrongs]:
-            wrongs.put(Wrongs())
-            self.counts.update(f"message {kind}" for kind in wrongs.take_noted())
-
-    def check(self):
-        _eventually(self._num_coming, "slots that come")
-        _eventually(lambda: self._prefill_driver.scheduler.exchange.num_slots, "slots that go")
-        for endpoint in self.sides[0].endpoints:
-            _eventually(lambda endpoint=endpoint: self._num_held(endpoint), "blocks of prompts")
-
-    def _num_held(self, endpoint):
-        try:
-            return ask(endpoint, NO_KEYS, lambda client: client.get_status().num_kv_blocks_held)
-        except (DeadlineExceeded, WorkerDied):
-            if not self.may_die:
-                raise
-            return 1  # its successor is not there yet
-
-    def _num_coming(self):
-        self.driver.step()  # a driver that does nothing sees no move end
-        return self.driver.scheduler.exchange.num_slots
-
-
-def flip(rng: random.Random, path: Path) -> None:
-    """Change some bits of a block in a file, unless it was cut before."""
-    raw = bytearray(path.read_bytes())
-    if len(raw) <= HEADER_BYTES:
-        return
-    for _ in range(rng.choice([1, 2, 64, 512])):
-        raw[rng.randrange(HEADER_BYTES, len(raw))] ^= 1 << rng.randrange(8)
-    path.write_bytes(raw)
-
-
-def _age(path: Path) -> int:
-    try:
-        return path.lstat().st_mtime_ns
-    except OSError:
-        return 0
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]) != "Z"
-    except OSError:
-        return False
-
-
-def _num_slots(endpoint: str) -> int:
-    return ask(endpoint, NO_KEYS, lambda client: client.get_status().host_tier.num_slots)
-
-
-def _num_held(group) -> int:
-    """Of all ranks: those that do not answer steps may lag behind."""
-    return sum(status.num_kv_blocks_held for status in group.get_status())
-
-
-def _eventually(count: Callable[[], int], what: str) -> None:
-    until = time.monotonic() + SETTLE_S
-    while count():
-        assert time.monotonic() < until, f"{what} are held"
-        time.sleep(0.002)
-
-
-def slots_of(driver) -> list[int]:
-    """The slots of a driver's tier that were used last."""
-    if driver is None:
-        return []
-    return [*driver.scheduler.exchange._tier._slot_of.values()][-60:]
+            is_adapted = setting.has_adapter and bool(rng.randrange(2))
+            max_tokens = rng.randint(1, rng.choice((4, 4, 14)))
+            made.append(Prompt(f"{seed}-{index}", tokens, max_tokens, is_adapted))
+        aborted = rng.choice(made).name if not rng.randrange(6) else ""
+        steps = [(rng.randrange(2), rng.randrange(LAST_STEP)) for _ in range(rng.randint(1, 6))]
+        changes = {}
+        for kind, one_of in ONE_OF.items():
+            if kind != "driver" and (kills or (kind in ADAPTED and not setting.has_adapter)):
+                continue
+            if not rng.randrange(one_of):
+                place = rng.choice([(1, 0), (1, 0), (0, 3), (1, 2), (1, 5)])
+                changes[(1, 0) if kind in BETWEEN else place] = kind
+        return cls(seed, kills, rng, made, aborted, Counter(steps), changes)
+
+
+ONE_OF = {
+    "weights drop": 16,
+    "weights recompute": 24,
+    "adapter files": 5,
+    "adapter update": 5,
+    "driver": 10,
+    "sleep": 24,
+}
+"""Changes, and of how many cases one has each. Those that kill daemons have only drivers: another
+change fails if a daemon dies meanwhile."""
+ADAPTED = ("adapter files", "adapter update")
+BETWEEN = ("sleep", "adapter files")
+"""Those for which no request may wait: one that does names the adapter's files of before."""
+
+
+def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(prompts(rng.randrange(1 << 30), [count])[0].tolist())
+
+
+class Wave:
+    """The requests of a wave, and what weights their tokens are of."""
+
+    def __init__(self, world: World, case: Case, number: int) -> None:
+        self._world, self._case, self._number = world, case, number
+        self._prompts = {f"{each.name}-{number}": each for each in case.prompts}
+        self._sent: list[str] = []
+        """Requests so far, in their order."""
+        self._contents: dict[str, int] = {}
+        """Content that the files of each request's adapter had."""
+        self.outputs = {}
+        self._aborted: set[str] = set()
+
+    def run(self, until: float) -> None:
+        """Run them, while things go wrong. Raises AssertionError: it takes longer than until."""
+        world, case = self._world, self._case
+        kill_at = case.rng.randrange(LAST_STEP) if case.kills and self._number else -1
+        order = [*self._prompts]
+        case.rng.shuffle(order)
+        self._add(order)
+        self._sent = order
+        for step in itertools.count():
+            place = self._number, step
+            if step == kill_at:
+                world.kill(case)
+            if place in case.changes and (step or not self._number):
+                self.change(case.changes[place])
+            for _ in range(case.strikes.get(place, 0)):
+                world.counts[world.strike(case)] += 1
+            if step == LAST_STEP // 4 and case.aborted:
+                self._abort(f"{case.aborted}-{self._number}")
+            if not world.driver.busy:
+                break
+            assert time.monotonic() < until, "the case hangs"
+            self._take(world.driver.step())
+        self._take(world.driver.run())
+
+    def change(self, kind: str) -> None:
+        """Change weights, an adapter or the driver."""
+        world, case = self._world, self._case
+        if kind == "driver":
+            self._take_over()
+        elif kind == "sleep":
+            world.group.memory.sleep(1)
+            world.group.memory.wake_up()
+            world.driver.scheduler.forget_prefixes()
+        elif kind == "adapter files":
+            world.replace_adapter()
+        elif kind == "adapter update":
+            world.update_adapter(running="drop")
+        else:
+            world.update(case.rng, kind.split()[1])
+        world.counts[kind] += 1
+
+    def _add(self, names: Sequence[str]) -> None:
+        world = self._world
+        for name in names:
+            prompt, features = self._prompts[name], ()
+            if prompt.is_adapted:
+                features = (world.adapter.extension,)
+                self._contents[name] = world.adapter_content
+            request = greedy_request(name, prompt.tokens, prompt.max_tokens, features=features)
+            world.driver.add_request(request)
+
+    def _abort(self, name: str) -> None:
+        self._aborted.add(name)
+        self._world.driver.abort_request(name)
+
+    def _take(self, outputs) -> None:
+        self.outputs |= {each.req_id: each for each in outputs}
+
+    def _take_over(self) -> None:
+        """Let another driver go on with what this one leaves."""
+        world = self._world
+        world.take_over()
+        driver = world.driver
+        adopted, lost = driver.claim(world.group.adopt_requests())
+        assert not lost, lost
+        known = {each.req_id for each in adopted}
+        assert known <= self._prompts.keys() | {f"{self._case.seed}-evict"}, known
+        self._take(driver.scheduler.adopt_requests(adopted))
+        world.counts["adopted requests"] += len(known)
+        for name in self._aborted:
+            driver.abort_request(name)
+        known |= self.outputs.keys() | self._aborted
+        self._add([name for name in self._sent if name not in known])
+
+    def check(self, reference: Reference, cache: dict[Wanted, object]) -> None:
+        """Compare tokens. cache: the reference's, of this case."""
+        world, spans = self._world, {}
+        for name, prompt in self._prompts.items():
+            output = self.outputs.pop(name, None)
+            if output is None:
+                assert name in self._aborted, f"no output of {name}"
+                continue
+            assert not output.error, (name, output.error)
+            if name not in self._aborted:
+                assert len(output.token_ids) == prompt.max_tokens, (name, output)
+                spans[name] = self._spans(name, output)
+            world.counts["loaded tokens"] += output.num_loaded_tokens
+            world.counts["preemptions"] += output.num_preemptions
+        assert not self.outputs, self.outputs
+        missing = {wanted for each in spans.values() for wanted, _ in each} - cache.keys()
+        cache |= reference.tokens(sorted(missing, key=repr))
+        for name, each in spans.items():
+            for wanted, found in each:
+                right = cache[wanted]
+                some = right.tokens[: right.num_clear]
+                assert found[: right.num_clear] == some, (name, found, right, wanted)
+                if right.num_clear < len(right.tokens):
+                    break  # what follows may be other tokens, too
+            world.counts["outputs"] += 1
+            world.counts["outputs of several weights"] += len(each) > 1
+
+    def _spans(self, name: str, output) -> list[tuple[Wanted, list[int]]]:
+        """The tokens of an output by the weights that they are of."""
+        world, prompt, spans = self._world, self._prompts[name], []
+        known, left = prompt.tokens, list(output.token_ids)
+        for run in output.weights_versions:
+            weights = world.weights_of.get(run.version)
+            if weights is None:
+                assert run.version is None, run
+                break
+            content = self._contents.get(name)
+            if run.adapter_version:
+                content = world.contents_of[run.adapter_version]
+            found, left = left[: run.num_tokens], left[run.num_tokens :]
+            spans.append((Wanted(weights, content, known, len(found)), found))
+            known += tuple(found)
+        return spans
 
 
 @dataclass
 class Fuzzer:
-    """Runs cases, each in the world that its seed names."""
+    """Runs cases, in the world of a setting."""
 
-    worlds: Sequence[World]
+    world: World
     reference: Reference
-    kills_one_of: int = KILLS_ONE_OF
-    counts: Counter[str] = field(default_factory=Counter)
 
-    def run(self, seed: int) -> None:
+    def run(self, seed: int, kills: bool) -> None:
         """Run a case. Raises AssertionError, which names the seed."""
-        world = self.worlds[seed % len(self.worlds)]
-        kills = bool(self.kills_one_of) and seed // len(self.worlds) % self.kills_one_of == 0
-        case = Case.of(seed, kills)
+        world, case = self.world, Case.of(seed, self.world.setting, kills)
         try:
-            self._run(world, case)
+            self._run(case)
         except BaseException as error:
-            error.add_note(f"{world.name}: seed {seed}, kills: {kills}")
+            error.add_note(f"seed {seed}, kills: {kills}, {world.setting}, {case.changes}")
             raise
         world.counts["cases"] += 1
         world.counts["cases with kills"] += kills
+        for kind in world.setting.kinds:
+            world.counts[kind] += 1
 
-    def _run(self, world: World, case: Case) -> None:
-        expected = self.reference.tokens(case.requests)
+    def _run(self, case: Case) -> None:
+        world, cache = self.world, {}
         num_free = world.driver.scheduler.num_free_blocks
         world.may_die = case.kills
+        if case.kills:
+            world.read_files()
         world.prepare(case)
         until = time.monotonic() + CASE_S
-        for wave in range(2):
-            if wave:
+        for number in range(2):
+            wave = Wave(world, case, number)
+            if number:
                 world.between_waves(case)
-            requests = [replace(each, id=f"{each.id}-{wave}") for each in case.requests]
-            case.rng.shuffle(requests)
-            kill_at = case.rng.randrange(LAST_STEP) if case.kills and wave else -1
-            outputs = self._wave(world, case, requests, until, kill_at)
-            for request in case.requests:
-                output = outputs.pop(f"{request.id}-{wave}", None)
-                if output is None:
-                    assert request.id == case.aborted, f"no output of {request.id}"
-                    continue
-                assert not output.error, (request.id, output.error)
-                if request.id in expected and request.id != case.aborted:
-                    found = output.token_ids
-                    assert found == expected[request.id], (request.id, wave, found, expected)
-                    world.counts["outputs"] += 1
-                world.counts["loaded tokens"] += output.num_loaded_tokens
-            assert not outputs, outputs
+                if (1, 0) in case.changes:
+                    wave.change(case.changes[1, 0])
+            wave.run(until)
+            wave.check(self.reference, cache)
         world.settle()
+        if "driver" in case.changes.values():  # its first step drops what it has not adopted
+            world.evict(case)
         if case.kills:
             world.driver.look()  # after a death that no step has met
         assert not world.deaths, "\n".join(world.deaths)
         assert world.driver.scheduler.num_free_blocks == num_free, "the scheduler holds blocks"
-        _eventually(lambda: _num_held(world.driver.group), "blocks of ended requests")
+        eventually(lambda: num_held(world.group), "blocks of ended requests")
         world.check()
         world.driver.scheduler.forget_prefixes()
 
-    def _wave(self, world, case, requests, until, kill_at):
-        driver, outputs = world.driver, {}
-        for request in requests:
-            driver.add_request(request)
-        for step in itertools.count():
-            if step == kill_at:
-                world.kill(case)
-            for _ in range(case.strikes.get(step, 0)):
-                world.counts[world.strike(case)] += 1
-            if step == LAST_STEP // 4 and case.aborted:
-                for request in [each for each in requests if each.id.startswith(case.aborted)]:
-                    driver.abort_request(request.id)
-            if not driver.busy:
-                break
-            assert time.monotonic() < until, "the case hangs"
-            outputs |= {each.req_id: each for each in driver.step()}
-        return outputs | {each.req_id: each for each in driver.run()}
+
+class Places:
+    """Daemons for groups, started when they are first needed, and kept."""
+
+    def __init__(self, stack: contextlib.ExitStack, models: Path, kept: Path) -> None:
+        self._stack, self._models, self._kept = stack, models, kept
+        self._started: dict[tuple[str, int], WrongDaemons] = {}
+
+    def sides(self, setting: Setting) -> list[Side]:
+        """Those of a setting's groups."""
+        names = ["own"] if setting.connector != "tier" else ["plain"]
+        if setting.connector == "peers":
+            names.insert(0, "others" if setting.is_kept else "plain")
+        return [
+            Side(self._get(name, pp * tp), (pp, tp))
+            for name, (pp, tp) in zip(names, setting.shapes, strict=True)
+        ]
+
+    def _get(self, name: str, size: int) -> WrongDaemons:
+        if (name, size) not in self._started:
+            own = f"{name}-{size}"
+            directory = self._models.with_name(f"{self._models.name}-{own}")
+            directory.mkdir()
+            kept = None
+            if name != "plain":
+                kept = self._kept / own
+                kept.mkdir(mode=0o700)
+            made = WrongDaemons(size, self._models, directory, kept, FILE_BYTES)
+            self._started[name, size] = self._stack.enter_context(made)
+        return self._started[name, size]
 
 
-def _worlds(model_root: Path, model: Path) -> list[World]:
-    return [
-        TierWorld("tier", model_root, model, 1, 1),
-        FilesWorld("files", model_root, model, 1, 1),
-        PeersWorld("peers", model_root, model, (1, 1), (1, 1)),
-        TierWorld("tier of 1 x 2", model_root, model, 1, 2),
-        FilesWorld("files of 2 x 1", model_root, model, 2, 1),
-        PeersWorld("peers of 1 x 2 to 1 x 1", model_root, model, (1, 2), (1, 1)),
-        PeersWorld("peers of 1 x 1 to 2 x 1", model_root, model, (1, 1), (2, 1)),
-    ]
+@dataclass
+class Found:
+    """Counts of all settings so far."""
+
+    by_connector: dict[str, Counter[str]] = field(default_factory=dict)
+    num_settings: int = 0
+
+    def add(self, world: World) -> None:
+        """Add those of a world, and set them to 0."""
+        own = self.by_connector.setdefault(world.setting.connector, Counter())
+        own.update(world.counts)
+        world.counts.clear()
+
+    @property
+    def num_cases(self) -> int:
+        return sum(own["cases"] for own in self.by_connector.values())
+
+    def summary(self) -> dict[str, object]:
+        """Counts by connector, in an order that can be read."""
+        return {name: dict(sorted(own.items())) for name, own in sorted(self.by_connector.items())}
 
 
 @contextlib.contextmanager
-def _opened(names: Sequence[str], kills_one_of: int) -> Iterator[Fuzzer]:
+def _opened() -> Iterator[tuple[Places, Path, Reference]]:
     directory = Path(tempfile.mkdtemp(prefix="fk-"))
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, directory)
         kept = stack.enter_context(tmpfs_directory())
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(remote_prefill, "RETRY_S", 0.01)
-        model = make_checkpoint(directory, seed=5).path
-        worlds = [each for each in _worlds(directory, model) if not names or each.name in names]
-        for number, world in enumerate(worlds):
-            (directory / str(number)).mkdir()
-            (kept / str(number)).mkdir(mode=0o700)
-            world.open(stack, directory / str(number), kept / str(number))
-        yield Fuzzer(worlds, Reference(stack, directory, model), kills_one_of)
+        models = directory / "models"
+        models.mkdir()
+        yield Places(stack, models, kept), models, Reference(stack, models)
 
 
 def fuzz_count(
     is_enough: Callable[[int], bool],
     seed: int,
-    names: Sequence[str] = (),
     kills_one_of: int = KILLS_ONE_OF,
-) -> dict[str, object]:
-    """Run cases from this seed on until is_enough(number of cases); return the counts of each
-    world. names: of the worlds; none: all. kills_one_of: 0 kills nothing.
+    connectors: Sequence[str] = CONNECTORS,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    cases_of_a_setting: int = CASES_OF_A_SETTING,
+    on_setting: Callable[[Found], None] = lambda _: None,
+) -> dict[str, dict[str, int]]:
+    """Run cases from this seed on until is_enough(number of cases); return the counts by connector.
+    kills_one_of: 0 kills nothing. on_setting: is told what was found when a setting ends.
 
     Raises AssertionError, with the seed of the case: a request had other tokens, or an error;
     blocks or slots are held by nobody; or it took longer than CASE_S."""
-    with _opened(names, kills_one_of) as fuzzer:
-        for number in itertools.count():
-            if is_enough(number):
-                return {world.name: dict(world.counts) for world in fuzzer.worlds}
-            faulthandler.dump_traceback_later(4 * CASE_S, exit=True)
-            fuzzer.run(seed + number)
-            faulthandler.cancel_dump_traceback_later()
-    raise AssertionError("cases do not end")
+    found, number, made = Found(), 0, dict[tuple[str, bool], Model]()
+    with _opened() as (places, models, reference):
+        while not is_enough(number):
+            setting = Setting.of((seed + number) // cases_of_a_setting, connectors, shapes)
+            kind = setting.model, setting.is_fp8
+            model = made.setdefault(kind, Model(*kind, models))
+            world = WORLDS[setting.connector](setting, model, places.sides(setting))
+            with reference.serving(setting, model), contextlib.closing(world):
+                world.open()
+                fuzzer = Fuzzer(world, reference)
+                while True:
+                    faulthandler.dump_traceback_later(4 * CASE_S, exit=True)
+                    place = (seed + number) // len(CONNECTORS)
+                    fuzzer.run(seed + number, bool(kills_one_of) and not place % kills_one_of)
+                    faulthandler.cancel_dump_traceback_later()
+                    number += 1
+                    if is_enough(number) or (seed + number) % cases_of_a_setting == 0:
+                        break
+            found.add(world)
+            found.num_settings += 1
+            on_setting(found)
+    return found.summary()
 
 
 def fuzz(seconds: float, seed: int) -> dict[str, object]:
@@ -521,17 +408,19 @@ def fuzz(seconds: float, seed: int) -> dict[str, object]:
             began.append(time.monotonic())
         return time.monotonic() > began[0] + seconds
 
-    return fuzz_count(is_enough, seed)
+    return dict(fuzz_count(is_enough, seed))
 
 
 if __name__ == "__main__":
     seconds, first, kills, *only = sys.argv[1:]
-    ends: list[float] = []
+    began = time.monotonic()
 
-    def over(number):
-        ends.append(time.monotonic())
-        if number and number % 100 == 0:
-            print(number, round(number / (ends[-1] - ends[0]), 1), "a second", flush=True)
-        return ends[-1] > ends[0] + float(seconds)
+    def show(found):
+        rate = found.num_cases / (time.monotonic() - began)
+        print(found.num_cases, round(rate, 1), "a second", flush=True)
+        if found.num_settings % 20 == 0:
+            print(json.dumps(found.summary()), flush=True)
 
-    print(fuzz_count(over, int(first), only, int(kills)))
+    wanted = only or CONNECTORS
+    over = lambda _: time.monotonic() > began + float(seconds)  # noqa: E731
+    print(json.dumps(fuzz_count(over, int(first), int(kills), wanted, on_setting=show)))

@@ -1,5 +1,6 @@
 """`python -m tests.support.wrong_transfers WRONGS_FILE serve ...`: the real daemon, whose messages
-to the ranks of another group go wrong as a file says, or which is killed among them."""
+to the ranks of another group, and whose blocks in host memory, go wrong as a file says, or which is
+killed among them."""
 
 import json
 import os
@@ -19,19 +20,22 @@ from worker_daemon.__main__ import main as run_command_line
 from worker_daemon.server import assembly
 
 MOST_DELAY_S = 0.03
+MESSAGE_KINDS = ("flip", "drop", "double", "delay", "truncate")
+SLOT_KINDS = ("slot flip", "slot zero", "slot cut", "slot copy")
+KILL = "kill"
 
 
 @dataclass(frozen=True)
 class Wrongs:
-    """What goes wrong with one of so many messages, at random."""
+    """What goes wrong with one of so many messages or slots, at random."""
 
     seed: int = 0
     kinds: Sequence[str] = ()
-    """Of flip, drop, double, delay and truncate, for a message that is sent; kill, also for one
-    that is received."""
+    """Of MESSAGE_KINDS, for a message that is sent; of SLOT_KINDS, for a slot that a step loads or
+    has stored; kill, also for a message that is received."""
     one_of: int = 1
     most: int = 1
-    """Number of messages that go wrong at most."""
+    """Number of messages and slots that go wrong at most."""
 
 
 NOTHING = Wrongs()
@@ -63,32 +67,49 @@ class WrongsFile:
         """What has gone wrong since the last call."""
         if not self._log.exists():
             return []
-        noted = self._log.read_text().split()
+        noted = self._log.read_text().splitlines()
         self._log.unlink()
         return noted
 
 
 class WrongDaemons(ForkedDaemons):
-    """Local daemons with a file each, and a directory each for their host tiers."""
+    """Local daemons with a mailbox each, and places for the KV blocks that they leave."""
 
-    def __init__(self, num_daemons: int, model_root: Path, directory: Path, kept: Path) -> None:
-        """directory: of the files. kept: on a tmpfs."""
-        self.directories = [kept / str(rank) for rank in range(num_daemons)]
-        self.wrongs = [WrongsFile(directory / f"{rank}.wrongs") for rank in range(num_daemons)]
+    def __init__(
+        self,
+        num_daemons: int,
+        model_root: Path,
+        directory: Path,
+        kept: Path | None = None,
+        file_bytes: int = 0,
+    ) -> None:
+        """directory: of the mailboxes and, if there are file_bytes, of files of blocks. kept: on a
+        tmpfs, for host tiers that outlive their daemons; None: they end with these."""
+        ranks = range(num_daemons)
+        self.wrongs = [WrongsFile(directory / f"{rank}.wrongs") for rank in ranks]
+        self.tiers = [] if kept is None else [kept / str(rank) for rank in ranks]
+        """Directories of host tiers, by daemon."""
+        self.files = [directory / f"{rank}.files" for rank in ranks] if file_bytes else []
+        """Directories of files, by daemon."""
 
         def command(endpoint: str, device: str, pipe: int) -> Sequence[str]:
             rank = int(endpoint.rpartition("/w")[2])
             entry = (sys.executable, "-m", "tests.support.wrong_transfers")
-            options = ("serve", "--endpoint", endpoint, "--device", device)
-            roots = ("--model-root", str(model_root), "--exit-with-parent-fd", str(pipe))
-            place = ("--kv-host-dir", str(self.directories[rank]))
-            return (*entry, str(directory / f"{rank}.wrongs"), *options, *roots, *place)
+            options = ["serve", "--endpoint", endpoint, "--device", device]
+            options += ["--model-root", str(model_root), "--lora-root", str(model_root)]
+            options += ["--exit-with-parent-fd", str(pipe)]
+            if self.tiers:
+                options += ["--kv-host-dir", str(self.tiers[rank])]
+            if self.files:
+                options += ["--kv-file-dir", str(self.files[rank])]
+                options += ["--kv-file-bytes", str(file_bytes)]
+            return (*entry, str(directory / f"{rank}.wrongs"), *options)
 
         super().__init__(["cpu"] * num_daemons, model_root, command=command)
 
 
 class Going:
-    """Decides what goes wrong with each message, in the order of a channel."""
+    """Decides what goes wrong with each message and slot, in their order."""
 
     def __init__(self, mailbox: WrongsFile) -> None:
         self._mailbox = mailbox
@@ -97,7 +118,7 @@ class Going:
         self._left = 0
 
     def kind(self, possible: Sequence[str]) -> str:
-        """What goes wrong with the next message; empty: nothing."""
+        """What goes wrong with the next message or slot; empty: nothing."""
         wrongs = self._mailbox.get()
         if wrongs != self._wrongs:
             self._wrongs, self._left = wrongs, wrongs.most
@@ -108,7 +129,7 @@ class Going:
         self._left -= 1
         kind = self._rng.choice(kinds)
         self._mailbox.note(kind)
-        if kind == "kill":
+        if kind == KILL:
             self._mailbox.put(NOTHING)  # its successor lives
             os.kill(os.getpid(), signal.SIGKILL)
         return kind
@@ -124,9 +145,7 @@ class Going:
             return [tensor, tensor]
         if kind == "flip":
             tensor = tensor.clone()
-            raw = tensor.numpy().reshape(-1).view(np.uint8)
-            for _ in range(rng.choice([1, 2, 64, 512])):
-                raw[rng.randrange(raw.size)] ^= 1 << rng.randrange(8)
+            self._flip(tensor.numpy().reshape(-1).view(np.uint8))
         if kind == "truncate":
             import torch  # the daemon has loaded it
 
@@ -134,31 +153,63 @@ class Going:
             tensor = raw[: rng.randrange(1, raw.numel())].clone()
         return [tensor]
 
+    def change_slot(self, kind, slots, number):
+        """Change a slot of host memory, uint8 [slots, bytes of one]."""
+        own, rng = slots[number], self._rng
+        if kind == "slot flip":
+            self._flip(own)
+        elif kind == "slot zero":
+            own[:] = 0
+        elif kind == "slot cut":  # the rest never came
+            own[rng.randrange(own.size) :] = 0
+        elif kind == "slot copy":
+            own[:] = slots[rng.randrange(len(slots))]
+
+    def _flip(self, raw):
+        for _ in range(self._rng.choice([1, 2, 64, 512])):
+            raw[self._rng.randrange(raw.size)] ^= 1 << self._rng.randrange(8)
+
 
 def main(patch: pytest.MonkeyPatch) -> None:
-    """Run the daemon's own command line, with messages that go wrong."""
+    """Run the daemon's own command line, with messages and slots that go wrong."""
     going = Going(WrongsFile(Path(sys.argv.pop(1))))
     make_worker = assembly.make_worker
 
     def make_wrong(*args: object, **options: object) -> object:
         worker = make_worker(*args, **options)
-        from worker_daemon.distributed.peer_channel import PeerChannel  # it loads torch
+        from worker_daemon.distributed.peer_channel import PeerChannel  # they load torch
+        from worker_daemon.runner.connectors.host_tier import HostTier, Moves
 
-        send, receive = PeerChannel.send, PeerChannel.receive
+        send, receive, begin = PeerChannel.send, PeerChannel.receive, HostTier.begin
 
         def send_wrongly(self, messages):
             changed = []
             for rank, tensor in messages:
-                kind = going.kind(("flip", "drop", "double", "delay", "truncate", "kill"))
+                kind = going.kind((*MESSAGE_KINDS, KILL))
                 changed += [(rank, each) for each in going.changed(kind, tensor)]
             send(self, changed)
 
         def receive_wrongly(self, messages):
-            going.kind(("kill",))
+            going.kind((KILL,))
             receive(self, messages)
+
+        def change(self, numbers):
+            slots = self._host.numpy().view(np.uint8)
+            for number in numbers.tolist():
+                going.change_slot(going.kind(SLOT_KINDS), slots, number)
+
+        def begin_wrongly(self, step):
+            moves = [each for _, each in step.step_values.data if isinstance(each, Moves)]
+            for each in moves:
+                change(self, each.load_slots)
+            loaded = begin(self, step)
+            for each in moves:
+                change(self, each.store_slots)
+            return loaded
 
         patch.setattr(PeerChannel, "send", send_wrongly)
         patch.setattr(PeerChannel, "receive", receive_wrongly)
+        patch.setattr(HostTier, "begin", begin_wrongly)
         return worker
 
     patch.setattr(assembly, "make_worker", make_wrong)
