@@ -6,23 +6,24 @@ import random
 import pytest
 
 from tests.support.fuzz_kv import fuzz_count
-from tests.support.kv_settings import CONNECTORS
+from tests.support.kv_settings import CONNECTORS, Setting
 
-FEW = 4
+FEW = 3
 """Cases of a setting."""
+OWN = ("kept tier", "files", "peers")
 
 
 def test_what_goes_wrong_with_moved_blocks_costs_only_time(seed):
     found = fuzz_count(
-        lambda number: number >= 3 * FEW,
+        lambda number: number >= FEW * len(OWN),
         seed - seed % FEW,
         kills_one_of=0,
-        connectors=("kept tier", "files", "peers"),
-        shapes=((1, 1),),
+        find_setting=lambda number: Setting.of(seed).with_connector(OWN[number % len(OWN)]),
         cases_of_a_setting=FEW,
     )
-    assert sum(counts["outputs"] for counts in found.values()) > 3 * FEW, found
-    assert all(counts["loaded tokens"] for counts in found.values()), found
+    assert sum(counts["outputs"] for counts in found.values()) > FEW * len(OWN), found
+    assert sum(counts["loaded tokens"] for counts in found.values()) > 0, found
+    assert found.keys() == {*OWN}
 
 
 @pytest.mark.exhaustive

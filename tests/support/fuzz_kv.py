@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,6 @@ import pytest
 from tests.support.checkpoints import prompts
 from tests.support.kv_settings import (
     CONNECTORS,
-    SHAPES,
     Model,
     Reference,
     Setting,
@@ -365,24 +365,25 @@ def fuzz_count(
     is_enough: Callable[[int], bool],
     seed: int,
     kills_one_of: int = KILLS_ONE_OF,
-    connectors: Sequence[str] = CONNECTORS,
-    shapes: Sequence[tuple[int, int]] = SHAPES,
+    find_setting: Callable[[int], Setting] = Setting.of,
     cases_of_a_setting: int = CASES_OF_A_SETTING,
     on_setting: Callable[[Found], None] = lambda _: None,
 ) -> dict[str, dict[str, int]]:
     """Run cases from this seed on until is_enough(number of cases); return the counts by connector.
-    kills_one_of: 0 kills nothing. on_setting: is told what was found when a setting ends.
+    kills_one_of: 0 kills nothing. find_setting: returns that of a number. on_setting: is told what
+    was found when a setting ends.
 
     Raises AssertionError, with the seed of the case: a request had other tokens, or an error;
     blocks or slots are held by nobody; or it took longer than CASE_S."""
     found, number, made = Found(), 0, dict[tuple[str, bool], Model]()
     with _opened() as (places, models, reference):
         while not is_enough(number):
-            setting = Setting.of((seed + number) // cases_of_a_setting, connectors, shapes)
+            setting = find_setting((seed + number) // cases_of_a_setting)
             kind = setting.model, setting.is_fp8
             model = made.setdefault(kind, Model(*kind, models))
             world = WORLDS[setting.connector](setting, model, places.sides(setting))
-            with reference.serving(setting, model), contextlib.closing(world):
+            reference.serve(setting, model)
+            with contextlib.closing(world):
                 world.open()
                 fuzzer = Fuzzer(world, reference)
                 while True:
@@ -421,6 +422,6 @@ if __name__ == "__main__":
         if found.num_settings % 20 == 0:
             print(json.dumps(found.summary()), flush=True)
 
-    wanted = only or CONNECTORS
+    wanted = partial(Setting.of, connectors=only or CONNECTORS)
     over = lambda _: time.monotonic() > began + float(seconds)  # noqa: E731
     print(json.dumps(fuzz_count(over, int(first), int(kills), wanted, on_setting=show)))

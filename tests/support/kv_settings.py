@@ -5,7 +5,7 @@ import contextlib
 import random
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -114,18 +114,13 @@ class Setting:
     host_bytes: int
 
     @classmethod
-    def of(
-        cls,
-        number: int,
-        connectors: Sequence[str] = CONNECTORS,
-        shapes: Sequence[tuple[int, int]] = SHAPES,
-    ) -> "Setting":
+    def of(cls, number: int, connectors: Sequence[str] = CONNECTORS) -> "Setting":
         """The setting of a number."""
         rng = random.Random(number)
         connector = connectors[number % len(connectors)]
         return cls(
             connector,
-            tuple(rng.choice(shapes) for _ in range(2 if connector == "peers" else 1)),
+            tuple(rng.choice(SHAPES) for _ in range(2 if connector == "peers" else 1)),
             connector == "kept tier" or (connector == "peers" and bool(rng.randrange(2))),
             rng.choice(("full", *MODEL_KINDS)),
             rng.choice(DRAFTS),
@@ -134,6 +129,12 @@ class Setting:
             rng.choice((8, 16, 32)),
             rng.choice(HOST_BYTES),
         )
+
+    def with_connector(self, connector: str) -> "Setting":
+        """The same with another connector, of ranks that have all layers."""
+        shapes = ((1, 1),) * (2 if connector == "peers" else 1)
+        is_kept = connector == "kept tier" or (connector == "peers" and self.is_kept)
+        return replace(self, connector=connector, shapes=shapes, is_kept=is_kept)
 
     @property
     def kinds(self) -> list[str]:
@@ -191,11 +192,13 @@ class ClearTokens(NamedTuple):
 
 @dataclass
 class _Served:
-    """What the reference serves, for a setting."""
+    """What the reference serves."""
 
-    stack: contextlib.ExitStack
+    kind: tuple[str, bool]
+    """Settings of one have the same references."""
     setting: Setting
     model: Model
+    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     drivers: dict[str, Driver] = field(default_factory=dict)
     """By weights."""
     extensions: dict[tuple[str, int], object] = field(default_factory=dict)
@@ -208,16 +211,23 @@ class Reference:
 
     def __init__(self, stack: contextlib.ExitStack, root: Path) -> None:
         """root: of models and adapters."""
-        self._stack, self._root = stack, root
+        self._stack = stack.enter_context(contextlib.ExitStack())
+        self._root = root
         self._daemons: dict[str, ForkedDaemons] = {}
         self._serving: _Served | None = None
+        stack.callback(self.close)
 
-    @contextlib.contextmanager
-    def serving(self, setting: Setting, model: Model):
-        """Serve the model of a setting."""
-        with contextlib.ExitStack() as stack:
-            self._serving = _Served(stack, setting, model)
-            yield
+    def serve(self, setting: Setting, model: Model) -> None:
+        """Serve the model of a setting from now on."""
+        kind = (model.name, setting.has_adapter)
+        if self._serving is None or self._serving.kind != kind:
+            self.close()
+            self._serving = _Served(kind, setting, model)
+
+    def close(self) -> None:
+        """Serve nothing any more."""
+        if self._serving is not None:
+            self._serving.stack.close()
             self._serving = None
 
     def _driver(self, weights: str) -> Driver:
