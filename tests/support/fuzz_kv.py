@@ -43,7 +43,7 @@ FILE_BYTES = 4 << 20
 CASES_OF_A_SETTING = 40
 CASE_S = 60.0
 """Time after which a case hangs: several times what it takes after a kill on a busy host."""
-KILLS_ONE_OF = 40
+KILLS_ONE_OF = 37
 """Cases of which one kills daemons."""
 LAST_STEP = 16
 
@@ -388,8 +388,8 @@ def fuzz_count(
                 fuzzer = Fuzzer(world, reference)
                 while True:
                     faulthandler.dump_traceback_later(4 * CASE_S, exit=True)
-                    place = (seed + number) // len(CONNECTORS)
-                    fuzzer.run(seed + number, bool(kills_one_of) and not place % kills_one_of)
+                    kills = bool(kills_one_of) and not (seed + number) % kills_one_of
+                    fuzzer.run(seed + number, kills)
                     faulthandler.cancel_dump_traceback_later()
                     number += 1
                     if is_enough(number) or (seed + number) % cases_of_a_setting == 0:
