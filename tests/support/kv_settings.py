@@ -4,6 +4,7 @@ which shape, and where blocks go. The reference that goes with each."""
 import contextlib
 import random
 import shutil
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -55,6 +56,8 @@ class Model:
     directory: Path
     """The daemons' root."""
     _made: dict[str, Checkpoint] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a checkpoint is made: torch has one source of random numbers."""
 
     @property
     def name(self) -> str:
@@ -88,13 +91,14 @@ class Model:
         return made
 
     def _checkpoint(self, weights: str) -> Checkpoint:
-        if weights not in self._made:
-            own, seed = self.directory / self.name, 21 + WEIGHTS.index(weights)
-            made = make_checkpoint(own, seed=seed, **MODEL_KINDS[self.kind])
-            if self.is_fp8:
-                made = with_fp8_cache(made, "heads", 21)  # the same scales: updates keep them
-            self._made[weights] = made
-        return self._made[weights]
+        with self._lock:
+            if weights not in self._made:
+                own, seed = self.directory / self.name, 21 + WEIGHTS.index(weights)
+                made = make_checkpoint(own, seed=seed, **MODEL_KINDS[self.kind])
+                if self.is_fp8:
+                    made = with_fp8_cache(made, "heads", 21)  # the same: updates keep scales
+                self._made[weights] = made
+            return self._made[weights]
 
 
 @dataclass(frozen=True)
