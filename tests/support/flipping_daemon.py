@@ -78,7 +78,7 @@ def main(patch: pytest.MonkeyPatch) -> None:
         from worker_daemon.runner.connectors.peers import _PeerLink
 
         opened: list[HostRows] = []
-        open_rows, load, rng = HostRows.__init__, HostTier.load, random.Random()
+        open_rows, load_beside, rng = HostRows.__init__, HostTier.load_beside, random.Random()
 
         def note(self: HostRows, *args: object) -> None:
             open_rows(self, *args)
@@ -93,7 +93,7 @@ def main(patch: pytest.MonkeyPatch) -> None:
                         row = opened[0].rows[slot]
                         row[rng.randrange(len(row))] ^= 1 << rng.randrange(8)
                         flips.add_done()
-            return load(self, step)
+            return load_beside(self, step)
 
         def flip_sent(self: _PeerLink, routes: object, contents: object) -> object:
             one_of, seed = flips.get("transit")
@@ -108,7 +108,7 @@ def main(patch: pytest.MonkeyPatch) -> None:
         packed = _PeerLink._packed
         patch.setattr(_PeerLink, "_packed", flip_sent)
         patch.setattr(HostRows, "__init__", note)
-        patch.setattr(HostTier, "load", flip)
+        patch.setattr(HostTier, "load_beside", flip)  # which comes before load
         return worker
 
     patch.setattr(assembly, "make_worker", make_flipping)

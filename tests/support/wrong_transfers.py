@@ -180,7 +180,7 @@ def main(patch: pytest.MonkeyPatch) -> None:
         from worker_daemon.distributed.peer_channel import PeerChannel  # they load torch
         from worker_daemon.runner.connectors.host_tier import HostTier, Moves
 
-        send, receive, begin = PeerChannel.send, PeerChannel.receive, HostTier.begin
+        send, receive, store = PeerChannel.send, PeerChannel.receive, HostTier.store
 
         def send_wrongly(self, messages):
             changed = []
@@ -198,18 +198,17 @@ def main(patch: pytest.MonkeyPatch) -> None:
             for number in numbers.tolist():
                 going.change_slot(going.kind(SLOT_KINDS), slots, number)
 
-        def begin_wrongly(self, step):
+        def store_wrongly(self, step):
             moves = [each for _, each in step.step_values.data if isinstance(each, Moves)]
             for each in moves:
                 change(self, each.load_slots)
-            loaded = begin(self, step)
+            store(self, step)
             for each in moves:
                 change(self, each.store_slots)
-            return loaded
 
         patch.setattr(PeerChannel, "send", send_wrongly)
         patch.setattr(PeerChannel, "receive", receive_wrongly)
-        patch.setattr(HostTier, "begin", begin_wrongly)
+        patch.setattr(HostTier, "store", store_wrongly)
         return worker
 
     patch.setattr(assembly, "make_worker", make_wrong)

@@ -56,6 +56,14 @@ class PrefixCache:
             return prefix.by_group
         return self._load(self._outside, own, prefix.by_group)
 
+    def num_in_host_memory(self, request: Request, prefix: Prefix) -> int:
+        """Return how many blocks of a prefix have to be loaded from host memory."""
+        tier = None if self._outside is None else self._outside.tier
+        if tier is None:
+            return 0
+        lacking = self._lacking(request.prefix, prefix.by_group)
+        return sum(key_of(group, block_hash) in tier for group, _, block_hash in lacking)
+
     def load(self, request: Request, prefix: Prefix) -> list[int]:
         """Let the next step load what lies outside of a prefix; return the blocks that it is loaded
         into. They have no reference, and keep their contents until others are allocated in their
@@ -187,12 +195,7 @@ class PrefixCache:
         """Let the next step load what a request begins with and no block has, into blocks that
         others may share at once; return the blocks with these. They have no reference yet."""
         found = [list(own) for own in by_group]
-        lacking = [
-            (group, index, self._hashes.at(own.hashes, group, index))
-            for group, block_ids in enumerate(by_group)
-            for index, block_id in enumerate(block_ids)
-            if block_id == OUTSIDE
-        ]
+        lacking = self._lacking(own, by_group)
         if not lacking:
             return found
         # Allocations evict blocks: neither what is there nor what is outside may go.
@@ -211,6 +214,17 @@ class PrefixCache:
         for block_ids in found:
             self._pool.release(block_ids)
         return found
+
+    def _lacking(
+        self, own: RequestPrefix, by_group: Sequence[Sequence[int]]
+    ) -> list[tuple[int, int, bytes]]:
+        """Return group, index and hash of each block that lies outside."""
+        return [
+            (group, index, self._hashes.at(own.hashes, group, index))
+            for group, block_ids in enumerate(by_group)
+            for index, block_id in enumerate(block_ids)
+            if block_id == OUTSIDE
+        ]
 
     def _offer(self, request: Request, files: FetchedBlocks) -> None:
         """Offer the blocks that a request has filled, and from which it has sampled a token: had

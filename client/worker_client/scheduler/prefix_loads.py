@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Final
 
 from worker_client.scheduler.outside_blocks import OutsideBlocks
-from worker_client.scheduler.prefix_search import OUTSIDE, Prefix
+from worker_client.scheduler.prefix_search import Prefix
 from worker_client.scheduler.request import Request
 from worker_client.scheduler.request_blocks import RequestBlocks
 from worker_client.scheduler.request_queues import RequestQueues
@@ -40,14 +40,12 @@ class PrefixLoads:
         """Load the prefix of the first request in line beside steps, if others run meanwhile and it
         is worth it; then return True: the request is out of line. prefix: as found now, and there
         are blocks for it."""
-        num_outside = sum(own.count(OUTSIDE) for own in prefix.by_group)
-        if num_outside < LEAST_BLOCKS or request.blocks.were_loaded or not self._queues.running:
+        if request.blocks.were_loaded or not self._queues.running:
             return False
-        lacking = self._outside.load_beside(self._blocks.load(request, prefix))
-        if len(lacking) < LEAST_BLOCKS:  # the rest is from files, which is loaded before the step
-            self.end(lacking)
+        if self._blocks.num_in_host_memory(request, prefix) < LEAST_BLOCKS:
             return False
-        self._lacking[request.id] = lacking
+        # What comes from files is loaded by the next step, which waits for it.
+        self._lacking[request.id] = self._outside.load_beside(self._blocks.load(request, prefix))
         self._queues.load(request)
         return True
 
