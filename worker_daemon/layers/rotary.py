@@ -270,7 +270,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     rotary_dim = 2 * cos.shape[-1]
     turning, rest = x[..., :rotary_dim], x[..., rotary_dim:]
     if interleaved:
-        first, second = turning.view(*x.shape[:-1], -1, 2).unbind(-1)
+        first, second = turning.view(*x.shape[:-1], rotary_dim // 2, 2).unbind(-1)
     else:
         first, second = turning.chunk(2, dim=-1)
     parts = (first * cos - second * sin, second * cos + first * sin)
