@@ -170,10 +170,8 @@ class EncoderLayer:
         """Take and return the residual stream, [N, H], like DecoderLayer.forward; ignores cache and
         backend, which layers with a KV cache use."""
         x = residual_stream(part, residual, self._ops, self._tp)
-        qkv = self._qkv.forward(x)
-        # A step without tokens leaves the size of no dimension to be inferred.
-        num_heads = qkv.shape[1] // (3 * self._head_dim)
-        q, k, v = qkv.view(x.shape[0], 3, num_heads, self._head_dim).unbind(1)
+        heads = self._qkv.forward(x).view(x.shape[0], 3, -1, self._head_dim)
+        q, k, v = heads.unbind(1)
         out = self._out.forward(attend_whole(q, k, v, step.metadata).flatten(1))
         x = self._attention_norm.forward(x + self._tp.all_reduce(out))
         out = self._down.forward(functional.gelu(self._up.forward(x)))

@@ -177,6 +177,7 @@ def assemble_runner(
             drafter,
             verifier,
             _stage_experts(parts, kept_experts),
+            shares_experts=parts.experts is not None,
         ),
         state,
         inputs,

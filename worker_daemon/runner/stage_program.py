@@ -55,13 +55,17 @@ class EagerProgram:
         drafter: Drafter | None = None,
         verifier: DraftVerifier | None = None,
         experts: StageExperts | None = None,
+        *,
+        shares_experts: bool = False,
     ) -> None:
         """kv: one for each local layer, or none under NullAttention. tokens: receives the most
         likely tokens at once, if this stage embeds them in the next step; None if other stages do,
         which receive the sampled tokens. logits: receives those of each step (SamplingInputs), of
         as many rows as can sample; None on a stage that does not sample. drafter: of the last
         stage, if there is one. verifier: on the last stage, if steps may have drafts.
-        experts: takes those of tokens, if they are kept."""
+        experts: takes those of tokens, if they are kept. shares_experts: with other replicas, which
+        may have tokens in a step when this one has none. Otherwise such a step skips the layers,
+        unless experts are kept."""
         self._kv = kv
         self._kv_caches = [layer.cache for layer in kv]
         self._layer_groups = [layer.group for layer in kv] or [0] * stage.num_layers
@@ -75,6 +79,7 @@ class EagerProgram:
         self._texts = None if drafter is None else drafter.texts
         self._verifier = verifier
         self._experts = experts
+        self._shares_experts = shares_experts
 
     def compile_subset(self) -> "EagerProgram":
         """Return a program that launches the same kernels for a few layers only, to compile and
@@ -92,6 +97,7 @@ class EagerProgram:
             drafter,
             self._verifier,
             self._experts,
+            shares_experts=self._shares_experts,
         )
 
     def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
@@ -118,7 +124,8 @@ class EagerProgram:
         try:
             if used:
                 hidden = self._parts.before_forward(used, hidden, columns)
-            hidden = self._stage.forward(hidden, columns.positions, self._kv_caches, layers)
+            if hidden.shape[0] or self._shares_experts or self._experts is not None:
+                hidden = self._stage.forward(hidden, columns.positions, self._kv_caches, layers)
         finally:
             if used:
                 self._parts.forward_ended(used)

@@ -174,10 +174,9 @@ class LatentBlock:
         unknown = places >= metadata.seq_lens.unsqueeze(1)
         kept = kept.masked_fill(unknown.unsqueeze(2), 0.0)
         latent, key = kept.split([spec.latent_size, spec.rotated_size], dim=2)
-        # A step without tokens leaves the size of no dimension to be inferred.
-        size = spec.plain_size + spec.value_size
-        expanded = self._expand.forward(latent.flatten(0, 1))
-        expanded = expanded.view(*kept.shape[:2], expanded.shape[1] // size, size)
+        expanded = self._expand.forward(latent.flatten(0, 1)).view(
+            *kept.shape[:2], -1, spec.plain_size + spec.value_size
+        )
         keys, values = expanded.split([spec.plain_size, spec.value_size], dim=3)
         shared = key.unsqueeze(2).expand(-1, -1, keys.shape[2], -1)
         keys = torch.cat((keys, shared), dim=3)
