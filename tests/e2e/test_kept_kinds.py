@@ -5,6 +5,7 @@ after drivers and ranks were killed."""
 import json
 import os
 import signal
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -151,6 +152,9 @@ def test_prefixes_are_shared_up_to_a_checkpoint(two_daemons, references, pp, tp)
     config = config_of(Case(reference, requests), pp, tp)
     with connect(two_daemons.endpoints, config) as (group, loaded):
         first = generate(group, loaded, requests[:1])
+        tag, until = first.driver.scheduler.prefix_tag, time.monotonic() + 20
+        while not group.prefixes.get(tag).block_ids.size:  # a rank may not have ended its steps yet
+            assert time.monotonic() < until
         others = generate(group, loaded, requests[1:])
     assert_greedy(first, reference, requests[:1])
     assert_greedy(others, reference, requests[1:])
