@@ -3,7 +3,7 @@ memory, and what the step that is being planned moves. Every rank does the same 
 the driver's, as blocks are."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from rpc_schema.moved_blocks import MAX_MOVED_BLOCKS
 from worker_client.scheduler_output import SchedulerOutput
@@ -70,6 +70,11 @@ class TierSlots:
             key = self._beside[block_id] = self._loads[block_id][1]
             self._pinned[key] += 1
         return chosen
+
+    @property
+    def loading_beside(self) -> Collection[int]:
+        """Blocks that are loaded beside steps, until has_arrived()."""
+        return self._beside.keys()
 
     def has_arrived(self, block_id: int) -> None:
         """Note that a block was loaded, or will not be."""

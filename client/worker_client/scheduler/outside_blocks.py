@@ -1,7 +1,7 @@
 """The contents of blocks outside of the KV cache, as the prefix cache sees them: in the ranks' host
 memory, in files, in both or in neither. A key is a block's hash and a byte for its KV group."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from worker_client.scheduler.block_pool import OnEvict
@@ -122,6 +122,11 @@ class OutsideBlocks:
         """Do those loads of the next step beside steps that are from host memory into these
         blocks; return them."""
         return set() if self.tier is None else self.tier.load_beside(block_ids)
+
+    @property
+    def loading_beside(self) -> Collection[int]:
+        """Blocks that are loaded beside steps and have not arrived."""
+        return () if self.tier is None else self.tier.loading_beside
 
     def have_arrived(self, block_ids: Iterable[int]) -> None:
         """Note that what was loaded beside steps is there."""

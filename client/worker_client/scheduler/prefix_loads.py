@@ -5,7 +5,6 @@ Nothing depends on the news of their arrival but the time at which the request i
 that uses one of the blocks earlier waits for it on the device.
 """
 
-from collections.abc import Collection
 from typing import Final
 
 from worker_client.scheduler.outside_blocks import OutsideBlocks
@@ -28,13 +27,13 @@ class PrefixLoads:
         self._outside = outside
         self._queues = queues
         self._blocks = blocks
-        self._lacking: dict[str, set[int]] = {}
-        """Blocks of requests that are not there yet."""
+        self._loaded: dict[str, set[int]] = {}
+        """Blocks that are loaded for requests out of line."""
 
     @property
     def is_loading(self) -> bool:
         """True if requests wait for loads."""
-        return bool(self._lacking)
+        return bool(self._loaded)
 
     def begin(self, request: Request, prefix: Prefix) -> bool:
         """Load the prefix of the first request in line beside steps, if others run meanwhile and it
@@ -45,24 +44,23 @@ class PrefixLoads:
         if self._blocks.num_in_host_memory(request, prefix) < LEAST_BLOCKS:
             return False
         # What comes from files is loaded by the next step, which waits for it.
-        self._lacking[request.id] = self._outside.load_beside(self._blocks.load(request, prefix))
+        self._loaded[request.id] = self._outside.load_beside(self._blocks.load(request, prefix))
         self._queues.load(request)
         return True
 
-    def end(self, block_ids: Collection[int]) -> None:
-        """Take note of loads that have ended: requests that lack no block are in line again."""
-        self._outside.have_arrived(block_ids)
-        for req_id, lacking in [*self._lacking.items()]:
-            lacking.difference_update(block_ids)
-            if not lacking:
+    def end_arrived(self) -> None:
+        """Let requests be in line again of which no block is being loaded any more: all are there,
+        or others have taken them."""
+        for req_id, block_ids in [*self._loaded.items()]:
+            if block_ids.isdisjoint(self._outside.loading_beside):
                 self._release(req_id)
 
     def end_all(self) -> None:
         """Let all requests be in line again: nothing else is to be done, or what they load is lost.
         What is still being loaded stays where it is."""
-        for req_id in [*self._lacking]:
+        for req_id in [*self._loaded]:
             self._release(req_id)
 
     def _release(self, req_id: str) -> None:
-        del self._lacking[req_id]
+        del self._loaded[req_id]
         self._queues.end_load(req_id)

@@ -254,8 +254,10 @@ class Scheduler:
             self._overdue += self._end_overdue(idle=bool(self._steps.numbers))
         if self._updates.aborting and not self._steps.numbers:
             self._overdue += self._updates.end_aborting()
-        step = self._plan()
         loads = self._loads
+        if loads is not None:
+            loads.end_arrived()
+        step = self._plan()
         if step.is_empty and loads is not None and loads.is_loading and not self._steps.numbers:
             loads.end_all()
             step = self._plan()
@@ -340,8 +342,8 @@ class Scheduler:
         self._steps.end_oldest()
         if result.invalid_blocks:
             self._exits.give_up_blocks(result.invalid_blocks)
-        if result.arrived_blocks and self._loads is not None:
-            self._loads.end(result.arrived_blocks)
+        if result.arrived_blocks:
+            self._outside.have_arrived(result.arrived_blocks)
         if result.weights_version != self._weights.version:
             self._weights.set_version(result.weights_version, self._queues.unfinished.values())
         done += self._results.take(result)

@@ -391,3 +391,28 @@ def test_what_only_host_memory_has_goes_to_files_once_a_token_was_sampled_behind
         rank.slots = dict(enumerate(rank.files.items()))
         rank.files = {}
     assert rank.counts["tier"] == 3 and rank.counts["files"] == 0
+
+
+def test_a_request_comes_back_though_others_have_taken_the_blocks_that_it_loads():
+    """A pool that is short of blocks gives them to a request that loads into them with its own
+    step: nobody will tell that they have arrived."""
+    outside = OutsideBlocks(SchedulerLimits(4, 24, 64, 32, BLOCK, num_host_blocks=5))
+    outside.restore_tier(CachedBlocks.of([0, 1], [b"first", b"other"]))
+    released = []
+    queues = SimpleNamespace(running={"other"}, load=lambda request: None, end_load=released.append)
+
+    def load(request, prefix):
+        outside.load(b"first", 7)
+        return [7]
+
+    blocks = SimpleNamespace(num_in_host_memory=lambda *_: prefix_loads.LEAST_BLOCKS, load=load)
+    loads = prefix_loads.PrefixLoads(outside, queues, blocks)
+    request = SimpleNamespace(id="a", blocks=SimpleNamespace(were_loaded=False))
+    assert loads.begin(request, None)
+    loads.end_arrived()
+    assert loads.is_loading and not released
+    outside.load(b"other", 7)
+    (moves,) = outside.take_moves(b"tag")
+    assert moves.num_beside == 0 and moves.loaded.hashes == (b"other",)
+    loads.end_arrived()
+    assert not loads.is_loading and released == ["a"]

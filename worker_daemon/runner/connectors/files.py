@@ -53,7 +53,6 @@ class FileConnector:
         self._blocks = blocks
         self._traffic = blocks.traffic
         self._state = state
-        self._device = pages.device
         num_words = pages.block_bytes // WORD_BYTES
         checksums = BlockChecksums(num_words, _CHECKSUM_SEED, pages.kernels, pages.device)
         self._staging = BlockStaging(pages, checksums)
@@ -85,8 +84,8 @@ class FileConnector:
         names = self._names(moves.tag, moves.load_hashes)
         fetched = list(map(self._traffic.take, names))
         are_held = np.array([each is not None for each in fetched])
-        arrive, expect = partial(_arrive, fetched), partial(_expect, fetched, self._device)
-        loaded = self._staging.load(moves.load_blocks, are_held, arrive, expect)
+        arrive, settle = partial(_arrive, fetched), partial(_settle, fetched)
+        loaded = self._staging.load(moves.load_blocks, are_held, arrive, settle)
         self._blocks.num_loaded += len(names)
         self._unread.append((loaded, names, are_held))
         self._count_known()  # on the CPU this load, too: no later step may come to count it
@@ -144,6 +143,6 @@ def _arrive(fetched: Sequence[FetchedBlock | None], part: slice, rows: Tensor) -
             rows[place].copy_(block.row, non_blocking=True)
 
 
-def _expect(fetched: Sequence[FetchedBlock | None], device: torch.device) -> Tensor:
+def _settle(fetched: Sequence[FetchedBlock | None], sums: Tensor) -> None:
     checksums = [0 if block is None else block.checksum for block in fetched]
-    return upload(np.array(checksums, np.int64), device)[:, None]
+    sums -= upload(np.array(checksums, np.int64), sums.device)[:, None]

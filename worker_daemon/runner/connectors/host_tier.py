@@ -25,7 +25,7 @@ from worker_daemon.runner.block_contents import BlockContents, Hashes, versioned
 from worker_daemon.runner.connectors.checksums import BlockParts, PartChecksums, numbers_of
 from worker_daemon.runner.connectors.interface import NO_BLOCKS, Loaded
 from worker_daemon.runner.connectors.moved_bytes import MovedBytes
-from worker_daemon.runner.connectors.staging import Arrive, BlockStaging, Expect, Leave, Load
+from worker_daemon.runner.connectors.staging import Arrive, BlockStaging, Leave, Load
 from worker_daemon.runner.connectors.tier_index import TierIndex
 from worker_daemon.runner.kv_cache import BlockPages
 from worker_daemon.runner.request_state import RequestState
@@ -213,7 +213,7 @@ class HostTier:
         self._state.contents.write(blocks, seq)
         tag = versioned_tag(moves.tag, self._weights.version)
         are_held = self._state.host_contents.hold(tag, slots, hashes)
-        loaded = load(blocks, are_held, self._arriving(slots), self._expecting(hashes))
+        loaded = load(blocks, are_held, self._arriving(slots), partial(self._settle, hashes))
         self.counts.num_loaded += slots.size
         self._unread.append(loaded)
         self._count_known()  # on the CPU this load, too: no later step may come to count it
@@ -286,15 +286,10 @@ class HostTier:
 
         return arrive
 
-    def _expecting(self, hashes: Hashes) -> Expect:
-        """Return what sums are, without the numbers of pages and less what the slots hold: that has
-        the number of the block's hash, too."""
-
-        def expect() -> Tensor:
-            numbers = upload(numbers_of(hashes), self._device)
-            return -(numbers[:, None] + self._checksums.page_numbers)
-
-        return expect
+    def _settle(self, hashes: Hashes, sums: Tensor) -> None:
+        """sums: of words, less what the slots hold, which has two numbers besides."""
+        sums += upload(numbers_of(hashes), self._device)[:, None]
+        sums += self._checksums.page_numbers
 
     def _runs(self, slots: Int32s) -> Mapping[int, list[tuple[int, int, int]]]:
         """Return, by the first place of each part, runs of slots that follow each other within a

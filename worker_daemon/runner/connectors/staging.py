@@ -35,11 +35,11 @@ Arrive: TypeAlias = Callable[[slice, Tensor], None]
 """Starts the copies of some blocks from the host: which of them, and the rows on the device that
 take them, int32 [n, R]."""
 
-Expect: TypeAlias = Callable[[], Tensor]
-"""Returns the checksums that blocks must have, int64 [L, U] on the device or what broadcasts to
-it: those of all R words, if a connector keeps some behind W (see Checksums.of)."""
+Settle: TypeAlias = Callable[[Tensor], None]
+"""Makes the checksums of blocks that have arrived as they must, int64 [L, U] on the device, zero,
+and those of no others."""
 
-Load: TypeAlias = Callable[[Int32s, Bools, Arrive, Expect], Loaded]
+Load: TypeAlias = Callable[[Int32s, Bools, Arrive, Settle], Loaded]
 """BlockStaging.load or load_beside."""
 
 
@@ -123,22 +123,22 @@ class BlockStaging:
         a Leave."""
         return self._order.stores.mark()
 
-    def load(self, block_ids: Int32s, are_held: Bools, arrive: Arrive, expect: Expect) -> Loaded:
+    def load(self, block_ids: Int32s, are_held: Bools, arrive: Arrive, settle: Settle) -> Loaded:
         """Let blocks [L] arrive before the steps that are launched later, and fill those with NaN
         that do not have their checksum. are_held: bool [L], False for blocks that are not there at
         all."""
         lane, buffers = self._order.loads, self._incoming
-        loaded = self._load(lane, buffers, block_ids, are_held, arrive, expect)
+        loaded = self._load(lane, buffers, block_ids, are_held, arrive, settle)
         loaded.end.await_in_steps()
         return loaded
 
     def load_beside(
-        self, block_ids: Int32s, are_held: Bools, arrive: Arrive, expect: Expect
+        self, block_ids: Int32s, are_held: Bools, arrive: Arrive, settle: Settle
     ) -> Loaded:
         """Let blocks [L] arrive beside steps: as load(), but a step that reads or writes them has
         to wait for the arrival first."""
         lane, buffers = self._order.loads_beside, self._incoming_beside
-        return self._load(lane, buffers, block_ids, are_held, arrive, expect)
+        return self._load(lane, buffers, block_ids, are_held, arrive, settle)
 
     def settle(self) -> None:
         """Wait for all copies."""
@@ -151,7 +151,7 @@ class BlockStaging:
         block_ids: Int32s,
         are_held: Bools,
         arrive: Arrive,
-        expect: Expect,
+        settle: Settle,
     ) -> Loaded:
         device = buffers.device
         with lane.loading():
@@ -165,7 +165,8 @@ class BlockStaging:
                 self._checksums.of(rows, sums[part])
                 self._pages.scatter(rows[:, : self._num_words], ids[part])
                 lane.emptied(buffer)
-            are_bad = (sums != expect()).any(dim=1) | ~held
+            settle(sums)
+            are_bad = sums.any(dim=1) | ~held
             self._pages.poison(ids, are_bad)
             found = download(are_bad)
         return Loaded(block_ids, [found], lane.end())
@@ -186,4 +187,4 @@ class BlockStaging:
         self._checksums.of(blocks, sums)
         self._checksums.of(rows, sums)
         self._pages.scatter(blocks, ids)
-        self._pages.poison(ids, (sums != sums + 0).any(dim=1) | ids.bool())
+        self._pages.poison(ids, sums.zero_().any(dim=1))
