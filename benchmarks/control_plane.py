@@ -42,8 +42,9 @@ from rpc_schema.error_replies import ErrorReply
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.operations import StepMessage
 from rpc_schema.step import ExecuteModel, ModelRunnerOutput
-from worker_client.scheduler_output import NewRequest, SchedulerOutput
+from worker_client.scheduler_output import LockstepOutput, NewRequest, SchedulerOutput
 from worker_client.steps.encoded_step import decode_reply
+from worker_client.steps.lockstep import LockstepSlots
 from worker_client.steps.slots import SlotTable
 from worker_client.steps.step_checks import GroupLimits
 from worker_client.wire.endpoint import new_driver_id, parse_endpoint
@@ -87,8 +88,9 @@ class Requests:
     """A batch of requests that decode forever: the scheduler's output of each step, with a new
     block for every BLOCK_SIZE-th request."""
 
-    def __init__(self, size: int, prompt_len: int = 17) -> None:
-        self.req_ids = tuple(f"cmpl-{number:032x}-0" for number in range(size))
+    def __init__(self, size: int, prompt_len: int = 17, name: str = "cmpl") -> None:
+        """name: that their ids begin with."""
+        self.req_ids = tuple(f"{name}-{number:032x}-0" for number in range(size))
         self.prompt = np.arange(prompt_len, dtype=np.int32)
         self.prompt_len = prompt_len
         self._next_block = 1
@@ -216,11 +218,16 @@ class DaemonGroup:
         self._lease.confirm()
         self._receive(size)
 
-    def start(self, max_num_seqs: int, *, all_ranks: bool) -> None:
-        """Bring the group to READY with empty rows; every rank answers steps, or only the last."""
+    def start(self, max_num_seqs: int, *, all_ranks: bool, are_replicas: bool = False) -> None:
+        """Bring the group to READY with empty rows; every rank answers steps, or only the last.
+        are_replicas: the ranks are replicas in lockstep, with so many rows each."""
         self._all(lambda _: partial(lc.Reset, to="CREATED"))
         link = self._link + 1
-        parallel = ParallelConfig(pipeline_parallel_size=self.size)
+        parallel = ParallelConfig(
+            pipeline_parallel_size=1 if are_replicas else self.size,
+            data_parallel_size=self.size if are_replicas else 1,
+            data_parallel_lockstep=are_replicas,
+        )
         scheduler = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs * BLOCK_SIZE
         )
@@ -260,6 +267,21 @@ class DaemonGroup:
         reply = decode_step_reply(frames)
         assert isinstance(reply, ModelRunnerOutput), reply
         return decode_reply(encoded, reply, frames[1:]).token_ids
+
+    def step_of_replicas(self, table: LockstepSlots, output: LockstepOutput) -> list[int]:
+        """Encode, send each replica its part, receive all replies, decode; return the sampled
+        tokens."""
+        self._seq += 1
+        encoded = table.encode(output, epoch=1, link=self._link, seq=self._seq)
+        for client, frames in zip(self._clients, encoded.by_replica, strict=True):
+            client.send(frames)
+        token_ids: list[int] = []
+        for _ in self._clients:
+            frames = self._receive(1)
+            reply = decode_step_reply(frames)
+            assert isinstance(reply, ModelRunnerOutput), reply
+            token_ids += decode_reply(encoded.parts[reply.rank], reply, frames[1:]).token_ids
+        return token_ids
 
     def close(self) -> None:
         self._lease.stop()
@@ -364,6 +386,7 @@ def measure_group(
             "codec": median_us(codec_step, count),
             "whole": measure_daemons(group, num_requests, count, 1),
             "all": measure_daemons(group, num_requests, count, size),
+            "replicas": measure_replicas(group, num_requests, count),
             "pickle": median_us(peer_step, peer_count),
         }
         for way, duration in ways.items():
@@ -383,6 +406,26 @@ def measure_daemons(group: DaemonGroup, num_requests: int, count: int, num_repli
         group.step(table, requests.decode(), num_replies)
     outputs = iter([requests.decode() for _ in range(count)])
     return median_us(lambda: group.step(table, next(outputs), num_replies), count)
+
+
+def measure_replicas(group: DaemonGroup, num_requests: int, count: int) -> float:
+    """Return the median us of a whole step of replicas in lockstep, a rank each, that share the
+    requests and all answer."""
+    size = group.size
+    own = num_requests // size
+    group.start(own, all_ranks=True, are_replicas=True)
+    table = LockstepSlots(own, LIMITS, size)
+    replicas = [Requests(own, name=f"cmpl{place}") for place in range(size)]
+    admission = LockstepOutput.of([each.admission() for each in replicas])
+    group.step_of_replicas(table, admission)
+
+    def decode() -> LockstepOutput:
+        return LockstepOutput.of([each.decode() for each in replicas])
+
+    for _ in range(WARM_UP):
+        group.step_of_replicas(table, decode())
+    outputs = iter([decode() for _ in range(count)])
+    return median_us(lambda: group.step_of_replicas(table, next(outputs)), count)
 
 
 def measure_curve(quick: bool) -> list[Figure]:
@@ -445,6 +488,7 @@ def step_figures(size: int, num_requests: int, results: dict[str, list[float]]) 
         Figure(f"wire and codec / floor, {at}", ratio(results, "codec", "floor"), "x", 1.5),
         Figure(f"whole step / floor, {at}", ratio(results, "whole", "floor"), "x", 2.0),
         Figure(f"from all ranks / floor, {at}", ratio(results, "all", "floor"), "x", 2.25),
+        Figure(f"replicas / from all ranks, {at}", ratio(results, "replicas", "all"), "x", 1.15),
         Figure(
             f"pickled payload / whole step, {at}",
             ratio(results, "pickle", "whole"),

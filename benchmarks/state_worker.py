@@ -15,6 +15,7 @@ from rpc_schema.errors import ConfigError
 from rpc_schema.operations import STEP_OPERATIONS, StepMessage, operation_name
 from worker_daemon.contracts.arrays import Int32s
 from worker_daemon.runner.parts.registry import make_parts
+from worker_daemon.runner.replica_counts import ReplicaCounts
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.slot_bitmap import slot_bitmap
@@ -55,6 +56,8 @@ class StateWorker:
         self._is_output_rank = True
         self._answers = True
         self._state: RequestState | None = None
+        self._counts: ReplicaCounts | None = None
+        """None unless its rank is one of replicas in lockstep."""
         self._samples: Int32s = np.zeros(0, np.int32)
         self._slots = b""
         self._tokens = b""
@@ -62,6 +65,8 @@ class StateWorker:
 
     def execute_model(self, message: step.ExecuteModel, arrays: Sequence[Frame]) -> _Ready | None:
         assert self._state is not None
+        if self._counts is not None:
+            arrays = self._counts.take(message, arrays)
         scheduled = self._state.apply(message, arrays)
         if not self._answers:
             return None
@@ -91,6 +96,8 @@ class StateWorker:
 
     def init_device(self, message: lc.InitDevice) -> StepReply:
         self.rank = message.rendezvous.rank
+        dp_size = message.parallel.data_parallel_size
+        self._counts = ReplicaCounts(self.rank, dp_size) if dp_size > 1 else None
         self._is_output_rank = self.rank == message.parallel.world_size - 1
         return self._done(message)
 
