@@ -8,7 +8,7 @@ rank. That number follows from the counts in the step's message: no sizes are ex
 Shapes: R ranks, n rows of each rank in an exchange, H hidden size, K experts of a token.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ class ReplicaExperts:
         self.is_torn = False
         """True if an exchange has begun and not ended."""
         self._tp_rank, self._tp_size = state.tp_rank, state.tp_size
-        self._num_rows = 0
+        self._num_tokens = self._num_rows = 0
         self._group: dist.ProcessGroup | None = None
 
     @property
@@ -62,11 +62,23 @@ class ReplicaExperts:
         self.is_torn = False
         self.end()
 
-    def begin(self, num_tokens: Sequence[int]) -> None:
-        """Begin the exchanges of a forward pass. num_tokens: of each replica; equal on every
-        rank."""
-        self._num_rows = -(-max(num_tokens) // self._tp_size)
+    def begin(self, num_tokens: int) -> None:
+        """Begin the exchanges of a forward pass. num_tokens: those of each replica, with padding;
+        equal on every rank."""
+        self._num_tokens = num_tokens
+        self._num_rows = -(-num_tokens // self._tp_size)
         self.num_done = 0
+
+    def has_size_of(self, num_tokens: int) -> bool:
+        """Return True if a graph of so many tokens makes the exchanges of this forward pass."""
+        return num_tokens == self._num_tokens
+
+    def replay(self, launch: Callable[[], None]) -> None:
+        """Make all exchanges of the forward pass by launching the graph that holds them."""
+        self.is_torn = True
+        launch()
+        self.is_torn = False
+        self.end()
 
     def end(self) -> None:
         """End the exchanges of a forward pass."""
