@@ -82,7 +82,8 @@ def test_tokens_equal_transformers(checkpoint, count, enforce_eager):
         providers = [each["experts"] for each in found]
         driver = driver_of(checkpoint, group, loaded, requests)
         outputs = {output.req_id: output for output in driver.run()}
-    assert providers == ["all-gather and reduce-scatter of 2 ranks, nccl"] * 2
+    ways = "peer memory for few tokens, nccl"
+    assert providers == [f"all-gather and reduce-scatter of 2 ranks, {ways}"] * 2
     assert not driver.num_failures
     assert_tokens(checkpoint, requests, outputs)
 

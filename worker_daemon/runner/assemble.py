@@ -289,7 +289,11 @@ def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool)
         max_num_tokens=limits.max_num_batched_tokens,
     )
     exchange = parts.experts
-    chosen = ladder if exchange is None else SharedLadder(ladder.plans)
+    chosen: StepLadder | SharedLadder = ladder
+    if exchange is not None:
+        chosen = SharedLadder(ladder.plans, parts.stage.most_graphed)
+        if not chosen.plans:
+            return StepGraphs()
     largest = max(plan.shape.num_tokens for plan in chosen.plans)
     arriving = 0 if parts.parallel.is_first_stage else largest
     return LadderGraphs(

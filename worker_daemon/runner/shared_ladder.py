@@ -14,8 +14,9 @@ class SharedLadder(ExactShapes):
 
     pads = True
 
-    def __init__(self, plans: Sequence[StepPlan]) -> None:
-        """plans: those of a StepLadder."""
+    def __init__(self, plans: Sequence[StepPlan], most_tokens: int) -> None:
+        """plans: those of a StepLadder. most_tokens: of a step whose exchanges graphs can hold."""
+        plans = [plan for plan in plans if plan.shape.num_tokens <= most_tokens]
         decodes = {plan.shape.num_tokens for plan in plans if plan.max_query_len == 1}
         mixed = {
             plan.shape.num_tokens

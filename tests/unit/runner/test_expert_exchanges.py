@@ -82,7 +82,7 @@ def ladder_of(kind):
         LIMITS.max_num_seqs, 40, longest, 1, MIXED_SIZES[kind], LIMITS.max_num_samples
     )
     ladder = StepLadder(DECODE_SIZES, lambda size: [longest // 2, longest], mixed)
-    return SharedLadder(ladder.plans)
+    return SharedLadder(ladder.plans, most_tokens=40)
 
 
 def padded(kind, num_tokens, are_decodes):
