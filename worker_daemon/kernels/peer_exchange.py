@@ -30,6 +30,7 @@ from worker_daemon.kernels.peer_words import (
     low_half,
     pack_halves,
     region_words,
+    unique_block,
     window_at,
     words_of,
 )
@@ -81,7 +82,7 @@ class PeerExchange:
         experts = routed.experts.new_empty((total, top_k))
         weights = routed.weights.new_empty((total, top_k))
         size = hidden_size * x.element_size() // WORD_BYTES
-        block = triton.next_power_of_2(size)
+        num_warps = row_warps(triton.next_power_of_2(size))
         _gather_kernel[(min(num_rows, self._max_programs),)](
             words_of(tokens),
             experts,
@@ -99,12 +100,12 @@ class PeerExchange:
             REGION=self._region_words,
             ROW=_row_words(size, top_k),
             SIZE=size,
-            BLOCK=block,
+            BLOCK=unique_block(size, num_warps),
             TOP_K=top_k,
-            TOP_K_BLOCK=triton.next_power_of_2(top_k),
+            TAIL=unique_block(2 * top_k, num_warps),
             POLLS=self._polls_per_stop,
             PDL=self._pdl,
-            num_warps=row_warps(block),
+            num_warps=num_warps,
             **launch_options(self._pdl),
         )
         return tokens, RoutedTokens(experts, weights)
@@ -115,7 +116,7 @@ class PeerExchange:
         num_rows, hidden_size = total.shape[0] // self._size, total.shape[1]
         own = total.new_empty((num_rows, hidden_size))
         size = hidden_size * total.element_size() // WORD_BYTES
-        block = triton.next_power_of_2(size)
+        num_warps = row_warps(triton.next_power_of_2(size))
         _sum_kernel[(min(num_rows, self._max_programs),)](
             words_of(own),
             words_of(total.contiguous()),
@@ -127,12 +128,12 @@ class PeerExchange:
             BLANK=self._blank,
             REGION=self._region_words,
             SIZE=size,
-            BLOCK=block,
+            BLOCK=unique_block(size, num_warps),
             DTYPE=WORD_DTYPES[total.dtype],
             IS_FLOAT32=total.dtype == torch.float32,
             POLLS=self._polls_per_stop,
             PDL=self._pdl,
-            num_warps=row_warps(block),
+            num_warps=num_warps,
             **launch_options(self._pdl),
         )
         return own
@@ -149,6 +150,14 @@ def _send(addresses, place, words, inside, RANK: tl.constexpr, RANKS: tl.constex
     for peer in tl.static_range(RANKS):
         if peer != RANK:
             tl.store(window_at(addresses + peer) + place, words, mask=inside)
+
+
+@triton.jit
+def _store_routed(experts, weights, row, routed, tail, TOP_K: tl.constexpr):
+    """Store TOP_K experts and as many weights of a row."""
+    tl.store(experts + row * TOP_K + tail, routed, mask=tail < TOP_K)
+    is_weight = (tail >= TOP_K) & (tail < 2 * TOP_K)
+    tl.store(weights + row * TOP_K + tail - TOP_K, routed, mask=is_weight)
 
 
 @launched
@@ -172,7 +181,7 @@ def _gather_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
-    TOP_K_BLOCK: tl.constexpr,
+    TAIL: tl.constexpr,
     POLLS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -181,8 +190,7 @@ def _gather_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     word = tl.arange(0, BLOCK)
-    choice = tl.arange(0, TOP_K_BLOCK)
-    is_choice = choice < TOP_K
+    tail = tl.arange(0, TAIL)
     stop = tl.load(addresses + RANKS).to(tl.pointer_type(tl.int32))
     window = window_at(addresses + RANK)
     await_previous(PDL)
@@ -193,7 +201,6 @@ def _gather_kernel(
 
     for index in range(num_own):
         row = program + index * programs
-        is_chosen = choice < tl.where(row < num_tokens, TOP_K, 0)  # not of padding
         to = RANK * num_rows + row
         place = slot + RANK * REGION + index * ROW
         inside = word < tl.where(row < num_tokens, SIZE, 0)
@@ -201,35 +208,29 @@ def _gather_kernel(
         own = tl.where(own == BLANK, 0, own)
         _send(addresses, place + word, own, word < SIZE, RANK, RANKS)
         tl.store(tokens + to.to(tl.int64) * SIZE + word, own, mask=word < SIZE)
-        chosen = tl.load(own_experts + row * TOP_K + choice, mask=is_chosen, other=-1)
-        _send(addresses, place + SIZE + choice, chosen, is_choice, RANK, RANKS)
-        tl.store(experts + to * TOP_K + choice, chosen, mask=is_choice)
-        weight = tl.load(own_weights + row * TOP_K + choice, mask=is_chosen, other=0)
-        weight = tl.where(weight == BLANK, 0, weight)
-        _send(addresses, place + SIZE + TOP_K + choice, weight, is_choice, RANK, RANKS)
-        tl.store(weights + to * TOP_K + choice, weight, mask=is_choice)
+        given = tl.where(row < num_tokens, TOP_K, 0)
+        chosen = tl.load(own_experts + row * TOP_K + tail, mask=tail < given, other=-1)
+        weighed = (tail >= TOP_K) & (tail < TOP_K + given)
+        weight = tl.load(own_weights + row * TOP_K + tail - TOP_K, mask=weighed, other=0)
+        routed = tl.where(tail < TOP_K, chosen, tl.where(weight == BLANK, 0, weight))
+        _send(addresses, place + SIZE + tail, routed, tail < 2 * TOP_K, RANK, RANKS)
+        _store_routed(experts, weights, to, routed, tail, TOP_K)
 
     for index in range(num_own):
         row = program + index * programs
         for source in tl.static_range(RANKS):
             if source != RANK:
                 to = source * num_rows + row
-                inbox = window + slot + source * REGION + index * ROW
-                blank = tl.full((TOP_K_BLOCK,), BLANK, tl.int32)
-                words, is_stopped = await_words(
-                    inbox + word, word < SIZE, stop, is_stopped, BLANK, POLLS
-                )
-                tl.store(inbox + word, tl.full((BLOCK,), BLANK, tl.int32), mask=word < SIZE)
-                tl.store(tokens + to.to(tl.int64) * SIZE + word, words, mask=word < SIZE)
-                place = inbox + SIZE + choice
-                chosen, is_stopped = await_words(place, is_choice, stop, is_stopped, BLANK, POLLS)
-                tl.store(place, blank, mask=is_choice)
-                chosen = tl.where(chosen == BLANK, -1, chosen)  # that of a peer that is gone
-                tl.store(experts + to * TOP_K + choice, chosen, mask=is_choice)
-                place = inbox + SIZE + TOP_K + choice
-                weight, is_stopped = await_words(place, is_choice, stop, is_stopped, BLANK, POLLS)
-                tl.store(place, blank, mask=is_choice)
-                tl.store(weights + to * TOP_K + choice, weight, mask=is_choice)
+                place = window + slot + source * REGION + index * ROW
+                inbox, inside = place + word, word < SIZE
+                words, is_stopped = await_words(inbox, inside, stop, is_stopped, BLANK, POLLS)
+                tl.store(inbox, tl.full((BLOCK,), BLANK, tl.int32), mask=inside)
+                tl.store(tokens + to.to(tl.int64) * SIZE + word, words, mask=inside)
+                last, is_routed = place + SIZE + tail, tail < 2 * TOP_K
+                routed, is_stopped = await_words(last, is_routed, stop, is_stopped, BLANK, POLLS)
+                tl.store(last, tl.full((TAIL,), BLANK, tl.int32), mask=is_routed)
+                routed = tl.where(routed == BLANK, -1, routed)  # those of a peer that is gone
+                _store_routed(experts, weights, to, routed, tail, TOP_K)
     # Once a program has seen the stop flag, later ones do not check again.
     tl.store(turns + program, tl.where(is_stopped != 0, STOPPED, (turn + 1) & TURN_MASK))
 

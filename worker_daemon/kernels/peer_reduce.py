@@ -28,6 +28,7 @@ from worker_daemon.kernels.peer_words import (
     low_half,
     pack_halves,
     region_words,
+    unique_block,
     window_at,
     words_of,
 )
@@ -112,7 +113,7 @@ class PeerReduce:
         assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
         size = x.shape[-1] // 2
         num_rows = x.numel() // x.shape[-1]
-        block = triton.next_power_of_2(size)
+        num_warps = row_warps(triton.next_power_of_2(size))
         source = words_of(x)
         _peer_reduce_kernel[(min(num_rows, self._max_programs),)](
             words_of(normed),
@@ -132,14 +133,14 @@ class PeerReduce:
             REGION=self._region_words,
             ROWS=self._rows_per_program(num_rows),
             SIZE=size,
-            BLOCK=block,
+            BLOCK=unique_block(size, num_warps),
             DTYPE=WORD_DTYPES[x.dtype],
             POLLS=self._polls_per_stop,
             FUSED=fused is not None,
             WEIGHT_OFFSET=0.0 if norm is None else norm.weight_offset,
             X_WEIGHT_OFFSET=0.0 if x_norm is None else x_norm.weight_offset,
             PDL=self._pdl,
-            num_warps=row_warps(block),
+            num_warps=num_warps,
             enable_fp_fusion=True,
             **launch_options(self._pdl),
         )

@@ -47,6 +47,12 @@ def region_words(window: Window, num_programs: int) -> int:
     return window.num_bytes // (regions * WORD_BYTES) // _ALIGNED * _ALIGNED
 
 
+def unique_block(size: int, num_warps: int) -> int:
+    """Return the length of a vector for so many words, with at least one for each thread. Otherwise
+    several warps would poll the same word, and the first one to see it would reset it."""
+    return int(max(triton.next_power_of_2(size), 32 * num_warps))
+
+
 def words_of(x: Tensor) -> Tensor:
     """Return x [..., n] as int32 words."""
     return x.view(torch.int32)
