@@ -1,5 +1,6 @@
 """Measures replicas of a model: `python -m benchmarks.replicas --model DIR [--replicas N]
-[--ways one,shared,apart] [--workloads A,B] [--eager] [--device cpu] [--out FILE.json]`.
+[--ways one,shared,apart] [--workloads A,B] [--eager] [--device cpu] [--trace DIR]
+[--out FILE.json]`.
 
 - one: a single replica with the workload of one.
 - shared: N replicas in lockstep that share experts, one driver.
@@ -9,10 +10,12 @@ Workloads are mixed256, decode_bs256 and others of workloads.FIXED with N times 
 and `skewed`: mixed256 with every eighth request four times as long. Each request goes to the
 replica that has got the fewest tokens, or by the lockstep scheduler's rule. The figure is generated
 tokens in all over the time from the first request to the last token, loading and warm-up excluded.
-The times of steps are summed up by kind: a decode has one token of each of its requests.
+The times of steps are summed up by kind: a decode has one token of each of its requests. With
+--trace, also device time by kind of kernel of decodes of all requests, but not of replicas apart.
 """
 
 import argparse
+import gzip
 import json
 import statistics
 import threading
@@ -25,6 +28,7 @@ import numpy as np
 
 from benchmarks import workloads
 from benchmarks.local_group import devices_of
+from benchmarks.trace_table import tabulate
 from rpc_schema.config import (
     CacheConfig,
     GraphConfig,
@@ -35,7 +39,7 @@ from rpc_schema.config import (
 )
 from rpc_schema.lifecycle import Status
 from worker_client.driver import Driver
-from worker_client.launcher import LocalDaemons
+from worker_client.launcher import LocalDaemons, serve_command
 from worker_client.replicas.group import DataParallelGroup
 from worker_client.replicas.lockstep import LockstepScheduler
 from worker_client.requests import GenerationRequest, SamplingParams
@@ -48,6 +52,8 @@ MAX_MODEL_LEN = 16384
 STEP_DEADLINE_MS = 60_000
 LONGER, EVERY = 4, 8
 """Every eighth request of a skewed workload is four times as long."""
+TRACED_STEPS = 16
+SHOWN_KERNELS = 25
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,11 @@ def make_requests(name: str, count: int, vocab_size: int) -> list[GenerationRequ
             (prompt * LONGER, num_out * LONGER) if index % EVERY == 0 else (prompt, num_out)
             for index, (prompt, num_out) in enumerate(made)
         ]
+    return as_requests(made)
+
+
+def as_requests(made: workloads.Workload) -> list[GenerationRequest]:
+    """Return greedy requests that ignore the end of a sequence."""
     return [
         GenerationRequest(
             id=str(index),
@@ -193,6 +204,38 @@ class Replicas:
         )
 
 
+def trace_decodes(
+    group: WorkerGroup, driver: Driver, requests: Sequence[GenerationRequest]
+) -> None:
+    """Print the device time of decodes on each rank. The daemons have a directory for traces."""
+    for request in requests:
+        driver.add_request(request)
+    while not driver.records or driver.records[-1].kind != "decode":
+        driver.step()
+    for profiled in (False, True):  # the first steps are warm-up
+        driver.pause()
+        while driver.num_in_flight:
+            driver.step()
+        if profiled:
+            group.profiling.start("decodes")
+        driver.resume()
+        first = len(driver.records)
+        while len(driver.records) < first + TRACED_STEPS:
+            driver.step()
+    driver.pause()
+    while driver.num_in_flight:
+        driver.step()
+    num_steps = len(driver.records) - first
+    for rank, reply in enumerate(group.profiling.stop()):
+        with gzip.open(reply.file, "rt") as file:
+            table = tabulate(json.load(file), num_steps)
+        print(f"rank {rank}: {table.step_us / 1e3:.2f} ms, {table.kernels_per_step:.0f} kernels")
+        for name, us in [*table.groups.items(), *list(table.kernels.items())[:SHOWN_KERNELS]]:
+            print(f"        {us / 1e3:>9.3f} ms  {name[:90]}")
+    driver.resume()
+    list(driver.run())
+
+
 def config_of(
     options: argparse.Namespace, parallel: ParallelConfig, *, shares: bool
 ) -> WorkerConfig:
@@ -227,7 +270,9 @@ def measure_way(way: str, options: argparse.Namespace, vocab_size: int) -> list[
         return Driver(group, scheduler, max_history=None)
 
     runs = []
-    with LocalDaemons(devices_of(options.device, count), root) as daemons:
+    traces = [] if options.trace is None else ["--profile-dir", str(options.trace)]
+    command = serve_command("--model-root", str(root), *traces)
+    with LocalDaemons(devices_of(options.device, count), root, command=command) as daemons:
         if way == "apart":
             with DataParallelGroup(daemons.endpoints, parallel) as replicas:
                 replicas.attach()
@@ -254,6 +299,9 @@ def measure_way(way: str, options: argparse.Namespace, vocab_size: int) -> list[
 
                 ready = Replicas(count, new_driver, group.get_status)
                 runs = [ready.measure(way, name, vocab_size) for name in options.workloads]
+                if options.trace is not None:
+                    decodes = workloads.fixed(vocab_size, options.max_num_seqs * count, 32, 64)
+                    trace_decodes(group, new_driver()[0], as_requests(decodes))
     return runs
 
 
@@ -286,8 +334,11 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--num-gpu-blocks", type=int, help="default: what fits")
+    parser.add_argument("--trace", type=Path, help="a directory")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.trace is not None:
+        options.trace = options.trace.resolve()
     options.model, options.workloads = options.model.resolve(), options.workloads.split(",")
     vocab_size = json.loads((options.model / "config.json").read_text())["vocab_size"]
     runs = []
