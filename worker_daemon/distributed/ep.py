@@ -69,6 +69,7 @@ class ReplicaExperts:
         """True if an exchange has begun and not ended."""
         self._tp_rank, self._tp_size = state.tp_rank, state.tp_size
         self._num_tokens = self._num_rows = 0
+        self._reaches_peers = True
         self._make_row_exchange = make_row_exchange
         self._group: dist.ProcessGroup | None = None
         self._windows: RowExchange | None = None
@@ -117,9 +118,11 @@ class ReplicaExperts:
             return 0
         return self._windows.most_rows(hidden_size, top_k, dtype) * self._tp_size
 
-    def begin(self, num_tokens: int) -> None:
+    def begin(self, num_tokens: int, *, reaches_peers: bool = True) -> None:
         """Begin the exchanges of a forward pass. num_tokens: those of each replica, with padding;
-        equal on every rank."""
+        equal on every rank. reaches_peers: False to multiply as many rows of any values without the
+        peers, so that the kernels are compiled."""
+        self._reaches_peers = reaches_peers
         self._num_tokens = num_tokens
         self._num_rows = -(-num_tokens // self._tp_size)
         self.num_done = 0
@@ -148,6 +151,10 @@ class ReplicaExperts:
             CommError: a peer is gone, or did not respond within the group's timeout.
         """
         if not self._num_rows:
+            return torch.zeros_like(x)
+        if not self._reaches_peers:
+            rows = torch.zeros(self.size * self._num_rows, dtype=torch.int64, device=x.device)
+            multiply(x[rows], RoutedTokens(*(each[rows] for each in routed)))
             return torch.zeros_like(x)
         self.is_torn = True
         own = slice(self._tp_rank * self._num_rows, (self._tp_rank + 1) * self._num_rows)

@@ -12,6 +12,7 @@ from row_steps import NaiveRows, Plan, StepGenerator, encode
 from rpc_schema.errors import InvalidStepError, PrecededByError
 from rpc_schema.step import SampleTokens
 from worker_daemon.contracts.attention import AttentionMetadata
+from worker_daemon.contracts.experts import RoutedTokens
 from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.distributed import ep
 from worker_daemon.distributed.link import Link
@@ -224,6 +225,16 @@ def step_all(replicas, made, requests):
         raised.append(own)
     assert all(own == by_replica[0] for own in by_replica), by_replica
     return by_replica[0], raised
+
+
+def test_kernels_are_compiled_without_peers(made):
+    """For as many rows as they would bring."""
+    exchange = ep.ReplicaExperts(ParallelState(1, 1, 1, 3, lockstep=True))
+    x, experts, rows = torch.randn(5, HIDDEN), torch.zeros(5, 2, dtype=torch.int32), []
+    exchange.begin(7, reaches_peers=False)
+    routed = RoutedTokens(experts, experts.float())
+    result = exchange.run(x, routed, lambda x, _: rows.append(x.shape[0]))
+    assert (result.shape, rows, made) == (x.shape, [21], [])
 
 
 def counts_frame(counts):
