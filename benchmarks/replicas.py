@@ -182,7 +182,7 @@ class Replicas:
     get_status: Callable[[], list[Status]]
 
     def measure(self, way: str, name: str, vocab_size: int) -> Run:
-        """Serve one workload."""
+        """Serve one workload, and print its figures."""
         requests = make_requests(name, self.num_replicas, vocab_size)
         drivers = self.new_drivers()
         began = time.monotonic()
@@ -191,7 +191,7 @@ class Replicas:
         else:
             tokens = serve_apart(drivers, requests)
         seconds = time.monotonic() - began
-        return Run(
+        run = Run(
             way,
             name,
             self.num_replicas,
@@ -202,6 +202,8 @@ class Replicas:
             sum_up([record for driver in drivers for record in driver.records]),
             dict(self.get_status()[0].providers),
         )
+        show(run)
+        return run
 
 
 def trace_decodes(
@@ -318,7 +320,8 @@ def show(run: Run) -> None:
             f" {steps.total_s:.2f} s, {steps.tokens} tokens",
             flush=True,
         )
-    print(f"        {run.providers.get('graphs')} graphs; {run.providers.get('experts')}")
+    exchange = run.providers.get("experts", "no experts are shared")
+    print(f"        {run.providers['graphs']} graphs; {exchange}", flush=True)
 
 
 def main() -> None:
@@ -341,12 +344,8 @@ def main() -> None:
         options.trace = options.trace.resolve()
     options.model, options.workloads = options.model.resolve(), options.workloads.split(",")
     vocab_size = json.loads((options.model / "config.json").read_text())["vocab_size"]
-    runs = []
-    for way in options.ways.split(","):
-        own = measure_way(way, options, vocab_size)
-        for run in own:
-            show(run)
-        runs += own
+    ways = options.ways.split(",")
+    runs = [run for way in ways for run in measure_way(way, options, vocab_size)]
     if options.out is not None:
         options.out.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n")
 

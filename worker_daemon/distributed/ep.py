@@ -111,6 +111,11 @@ class ReplicaExperts:
         if _agree(exchange is not None, peers.window.device, group):
             self._windows = exchange
 
+    @property
+    def can_be_graphed(self) -> bool:
+        """True if graphs may hold exchanges: see most_graphed."""
+        return self._windows is not None
+
     def most_graphed(self, hidden_size: int, top_k: int, dtype: torch.dtype) -> int:
         """Return the most tokens of a replica whose exchanges a graph may hold: those over windows.
         What one rank replays, another may launch one by one, which NCCL does not allow."""

@@ -59,7 +59,7 @@ class StepGraphs:
 
     def restore(self, runner: ModelRunner) -> None:
         """Replay the remaining graphs again, and recapture the dropped ones with the new
-        communicators."""
+        communicators, unless these cannot be captured."""
 
 
 class _Captured(NamedTuple):
@@ -156,7 +156,8 @@ class LadderGraphs(StepGraphs):
         # Free the pool of the dropped graphs, because the new ones get another pool. It cannot be
         # freed earlier: freeing waits for kernels, which may wait for a peer until the link ends.
         torch.cuda.empty_cache()
-        self.capture(runner)
+        if self._exchange is None or self._exchange.can_be_graphed:
+            self.capture(runner)
 
     def _use(self, runner: ModelRunner, captured: _Captured, plans: Sequence[StepPlan]) -> None:
         """plans: see InputBuilder.pad_by."""

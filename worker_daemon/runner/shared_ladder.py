@@ -23,9 +23,9 @@ class SharedLadder(ExactShapes):
             for plan in plans
             if plan.max_query_len > 1 and not plan.shape.num_corrected
         }
-        may_have_drafts = any(plan.shape.num_corrected for plan in plans)
+        self._may_have_drafts = any(plan.shape.num_corrected for plan in plans)
         # With drafts, few steps of all replicas are mere decodes.
-        self._decode_sizes = [] if may_have_drafts else sorted(decodes)
+        self._decode_sizes = [] if self._may_have_drafts else sorted(decodes)
         self._mixed_sizes = sorted(mixed)
         sizes = {*self._decode_sizes, *self._mixed_sizes}
         self.plans = [plan for plan in plans if plan.shape.num_tokens in sizes]
@@ -48,8 +48,9 @@ class SharedLadder(ExactShapes):
         """See StepLadder.fit. The step says the size of all replicas."""
         most_queries = int(step.num_tokens.max(initial=0))
         num_samples = int(step.num_samples.sum())
+        has_bounds = self._may_have_drafts and step.corrections is not None
         for plan in self._by_size.get(step.shared_size, ()):
-            if plan.max_query_len == 1 and (step.new_requests or step.drafts is not None):
+            if plan.max_query_len == 1 and (step.new_requests or has_bounds):
                 continue
             if plan.shape.num_corrected and step.corrections is None:
                 continue

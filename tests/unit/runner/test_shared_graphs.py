@@ -21,6 +21,8 @@ from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.symmetric import BLANK, Peers
 from worker_daemon.models.config import read_model_config
 from worker_daemon.runner.scheduled_step import TokensOfReplicas
+from worker_daemon.runner.shared_ladder import SharedLadder
+from worker_daemon.runner.step_layout import StepLadder, drafted_counts, mixed_plans
 
 __all__ = ["graphs"]
 FIELDS = {
@@ -174,3 +176,27 @@ def read_loads(rank):
     rank.stage.expert_loads.start_reading()()
     by_layer = rank.stage.expert_loads.known.get()
     return torch.tensor([np.frombuffer(own, "<i8").tolist() for own in by_layer.values()])
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_all_replicas_find_the_size_of_a_step_in_its_counts(num_drafts):
+    """With drafts, decodes share the sizes of other steps: some replica may have some."""
+    mixed = mixed_plans(11, 64, 40)
+    drafts = drafted_counts(num_drafts)
+    ladder = StepLadder(
+        [1, 2, 4, 8, 16], lambda size: [40], mixed, drafts=drafts, max_num_tokens=64
+    )
+    shared = SharedLadder(ladder.plans, most_tokens=32)
+    assert {plan.shape.num_tokens for plan in shared.plans if plan.max_query_len == 1} == (
+        {16} if num_drafts else {1, 2, 4, 8, 16}
+    )
+    for are_decodes, most, size in [
+        (True, 0, 0),
+        (True, 3, 16 if num_drafts else 4),
+        (True, 16, 16),
+        (True, 17, 32),
+        (False, 3, 16),
+        (False, 33, 33),
+    ]:
+        for counts in [(most, 0), (0, most), (most, most)]:
+            assert shared.size_of_all(TokensOfReplicas(counts, are_decodes)) == size
