@@ -267,8 +267,8 @@ def _token_history(parts: RunnerParts, state: RequestState) -> TokenHistory:
 
 
 def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool) -> StepGraphs:
-    """Return the graphs of a runner's steps: none on the CPU, for an encoder, or if eager is
-    requested."""
+    """Return the graphs of a runner's steps: none on the CPU, for an encoder, if eager is
+    requested, or of shared experts whose exchanges no graph can hold."""
     if parts.device.type != "cuda" or enforce_eager or not parts.stage.kv_layer_specs:
         return StepGraphs()
     limits = runner.state.limits
