@@ -83,7 +83,7 @@ class PeerExchange:
         weights = routed.weights.new_empty((total, top_k))
         size = hidden_size * x.element_size() // WORD_BYTES
         num_warps = row_warps(triton.next_power_of_2(size))
-        _gather_kernel[(min(num_rows, self._max_programs),)](
+        _peer_gather_kernel[(min(num_rows, self._max_programs),)](
             words_of(tokens),
             experts,
             words_of(weights),
@@ -117,7 +117,7 @@ class PeerExchange:
         own = total.new_empty((num_rows, hidden_size))
         size = hidden_size * total.element_size() // WORD_BYTES
         num_warps = row_warps(triton.next_power_of_2(size))
-        _sum_kernel[(min(num_rows, self._max_programs),)](
+        _peer_sum_kernel[(min(num_rows, self._max_programs),)](
             words_of(own),
             words_of(total.contiguous()),
             self._addresses,
@@ -162,7 +162,7 @@ def _store_routed(experts, weights, row, routed, tail, TOP_K: tl.constexpr):
 
 @launched
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
-def _gather_kernel(
+def _peer_gather_kernel(
     tokens,
     experts,
     weights,
@@ -237,7 +237,7 @@ def _gather_kernel(
 
 @launched
 @triton.jit(do_not_specialize=["num_rows"])
-def _sum_kernel(
+def _peer_sum_kernel(
     out,
     total,
     addresses,
