@@ -38,7 +38,7 @@ ATTACH_WAIT_S = 30.0
 MANY_BLOCKS = 256
 """Of a KV cache whose groups are not known yet."""
 STALL_S = 0.3
-SETTLE_S = 20.0
+SETTLE_S = 60.0
 FULL_BYTES = 1000
 """The longest file on a disk that is full: shorter than that of a block."""
 FILE_KINDS = ("damage", "flip", "flip", "remove", "obstacle", "full", "room")

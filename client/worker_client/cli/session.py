@@ -44,7 +44,8 @@ from worker_client.inputs.request_parser import RequestParser
 from worker_client.inputs.tokenizer import Tokenizer
 from worker_client.launcher import LocalDaemons
 from worker_client.replicas.group import DataParallelGroup
-from worker_client.requests import GenerationRequest, forked, parent_id
+from worker_client.replicas.placement import ReplicaPlacement
+from worker_client.requests import GenerationRequest, forked
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from worker_client.scheduler_output import StepResult
 from worker_client.structured.masked_steps import CompiledGrammars
@@ -321,14 +322,15 @@ def _shared_out(
 ) -> list[list[InputRequest]]:
     """Return each replica's share of the requests: running ones where they run, the samples of a
     prompt together."""
-    places = {request.req_id: request.dp_rank for request in adopted}
+    placement = ReplicaPlacement(num_replicas)
+    for running in adopted:
+        placement.count(running.req_id, running.dp_rank, len(running.token_ids))
     shares: list[list[InputRequest]] = [[] for _ in range(num_replicas)]
     for entry in inputs:
-        fewest = min(range(num_replicas), key=lambda place: len(shares[place]))
-        place = places.get(entry.id)
-        if place is None:
-            place = places.setdefault(parent_id(entry.id) or entry.id, fewest)
-        shares[place].append(entry)
+        place = placement.replica_of(entry.id)
+        if place is None and entry.request is not None:
+            place = placement.place(entry.id, entry.request, range(num_replicas))
+        shares[place or 0].append(entry)
     return shares
 
 

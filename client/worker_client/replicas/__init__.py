@@ -4,7 +4,8 @@ lockstep are one.
 group.py     attaches to the daemons of all replicas, loads them, and does one operation on all
 loras.py     adapters that all replicas have
 lockstep.py  schedules the requests of replicas that take each step together
-driver.py    serves an asyncio program's requests, each on the replica that has the fewest
+driver.py    serves an asyncio program's requests, each on one replica
+placement.py chooses the replica of a request
 
 prefill_group.py    a group that computes prompts for another one, on a thread
 prefill_serving.py  its work there

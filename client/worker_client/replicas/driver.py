@@ -9,11 +9,14 @@ thread.
 or the replacement of a daemon in one replica delays no request of another.
 """
 
+import itertools
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
 
 from worker_client.async_driver import MAX_REQUESTS, AsyncDriver, OpenDriver, RequestProgress
 from worker_client.errors import config_error
+from worker_client.inputs.request_checks import validated
+from worker_client.replicas.placement import ReplicaPlacement
 from worker_client.requests import GenerationRequest
 
 
@@ -30,7 +33,9 @@ class DataParallelDriver:
             AsyncDriver(open_driver, max_requests=max_requests) for open_driver in open_drivers
         )
         """In the order of the replicas."""
-        self._num_unfinished = dict.fromkeys(self.drivers, 0)
+        self._placement = ReplicaPlacement(len(self.drivers))
+        self._names = map(str, itertools.count())
+        """Names of requests in the placement: ids may be equal."""
         self._opened = AsyncExitStack()
 
     async def __aenter__(self) -> "DataParallelDriver":
@@ -46,15 +51,15 @@ class DataParallelDriver:
         await self._opened.aclose()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
-        """Serve a request on the replica with the fewest unfinished requests, as
+        """Serve a request on the replica that has the least to compute (placement.py), as
         AsyncDriver.generate does. A replica whose driver has ended gets no more requests; its error
         is raised once no replica is left."""
-        serving = [driver for driver in self.drivers if driver.error is None]
-        chosen = min(serving or self.drivers, key=self._num_unfinished.__getitem__)
-        self._num_unfinished[chosen] += 1
+        serving = [place for place, driver in enumerate(self.drivers) if driver.error is None]
+        name, request = next(self._names), validated(request)
+        chosen = self._placement.place(name, request, serving or range(len(self.drivers)))
         try:
-            async with aclosing(chosen.generate(request)) as progress:
+            async with aclosing(self.drivers[chosen].generate(request)) as progress:
                 async for each in progress:
                     yield each
         finally:
-            self._num_unfinished[chosen] -= 1
+            self._placement.remove(name)

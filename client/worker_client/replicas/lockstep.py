@@ -14,13 +14,9 @@ from typing import TypeVar
 from worker_client.errors import config_error
 from worker_client.group.adoption import AdoptedRequest
 from worker_client.group.weights_state import WeightsVersion
-from worker_client.requests import (
-    GenerationRequest,
-    Reports,
-    RequestOutput,
-    parent_id,
-    sample_id,
-)
+from worker_client.inputs.request_checks import validated
+from worker_client.replicas.placement import ReplicaPlacement
+from worker_client.requests import GenerationRequest, Reports, RequestOutput
 from worker_client.scheduler import Jump, Scheduler
 from worker_client.scheduler_output import LockstepOutput, SchedulerOutput, StepResult
 
@@ -31,22 +27,28 @@ ValueT = TypeVar("ValueT")
 
 class LockstepScheduler:
     """Owned by a Driver, as any scheduler. A request stays on the replica that it was placed on:
-    that with the fewest unfinished ones, or that of the other samples of its prompt."""
+    the one with the least to compute (placement.py), or that of the other samples of its prompt."""
 
     def __init__(self, schedulers: Sequence[Scheduler]) -> None:
         """schedulers: of each replica, by dp_rank. Raises ClientConfigError: there are none."""
         if not schedulers:
             raise config_error("schedulers", [], "there is no replica", "give one scheduler each")
         self._schedulers = tuple(schedulers)
-        self._place_of: dict[str, int] = {}
-        """Replica of each unfinished request."""
-        self._num_placed = [0] * len(self._schedulers)
+        self._placement = ReplicaPlacement(len(self._schedulers))
 
     def add_request(self, request: GenerationRequest) -> None:
         """See Scheduler.add_request."""
-        place = self._choose(request.id)
-        self._schedulers[place].add_request(request)
-        self._put(request.id, place)
+        request = validated(request)
+        present = self._placement.replica_of(request.id)
+        if present is not None:
+            self._schedulers[present].add_request(request)  # refuses it: its id is in use
+            return
+        place = self._placement.place(request.id, request, range(len(self._schedulers)))
+        try:
+            self._schedulers[place].add_request(request)
+        except BaseException:
+            self._placement.remove(request.id)
+            raise
 
     def adopt_requests(self, requests: Sequence[AdoptedRequest]) -> list[RequestOutput]:
         """Continue requests of another driver, each on the replica that has it: see
@@ -56,16 +58,16 @@ class LockstepScheduler:
             own = [request for request in requests if request.dp_rank == place]
             done = scheduler.adopt_requests(own)
             for request in own:
-                self._put(request.req_id, place)
+                self._placement.count(request.req_id, place, len(request.token_ids))
             for output in done:
-                self._remove(output.req_id)
+                self._placement.remove(output.req_id)
             ended += done
         return ended
 
     def abort_request(self, req_id: str) -> None:
         """See Scheduler.abort_request."""
         self._scheduler_of(req_id).abort_request(req_id)
-        self._remove(req_id)
+        self._placement.remove(req_id)
 
     def hold_request(self, req_id: str) -> None:
         """See Scheduler.hold_request."""
@@ -83,7 +85,7 @@ class LockstepScheduler:
         """See Scheduler.jump_forward."""
         jump = self._scheduler_of(req_id).jump_forward(req_id, token_ids)
         if jump.finished is not None:
-            self._remove(req_id)
+            self._placement.remove(req_id)
         return jump
 
     @property
@@ -105,6 +107,7 @@ class LockstepScheduler:
 
     def use_weights(self, version: WeightsVersion) -> None:
         """See Scheduler.use_weights."""
+        self._placement.forget_prefixes()
         for scheduler in self._schedulers:
             scheduler.use_weights(version)
 
@@ -140,7 +143,7 @@ class LockstepScheduler:
             if part is not _IDLE:
                 ended += scheduler.update_from_output(part, own)
         for request in ended:
-            self._remove(request.req_id)
+            self._placement.remove(request.req_id)
         return ended
 
     def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
@@ -154,34 +157,19 @@ class LockstepScheduler:
         """See Scheduler.end_requests."""
         ended = [each for own in self._schedulers for each in own.end_requests(req_ids)]
         for request in ended:
-            self._remove(request.req_id)
+            self._placement.remove(request.req_id)
         return ended
 
     def _scheduler_of(self, req_id: str) -> Scheduler:
         """Return the scheduler that has a request; any for an unknown one."""
-        return self._schedulers[self._place_of.get(req_id, 0)]
-
-    def _choose(self, req_id: str) -> int:
-        """Return the replica for a new request."""
-        first = self._place_of.get(sample_id(parent_id(req_id), 0))
-        fewest = min(range(len(self._schedulers)), key=self._num_placed.__getitem__)
-        return fewest if first is None else first
-
-    def _put(self, req_id: str, place: int) -> None:
-        self._place_of[req_id] = place
-        self._num_placed[place] += 1
-
-    def _remove(self, req_id: str) -> None:
-        place = self._place_of.pop(req_id, None)
-        if place is not None:
-            self._num_placed[place] -= 1
+        return self._schedulers[self._placement.replica_of(req_id) or 0]
 
     def _split(self, result: StepResult) -> list[StepResult]:
         """Return each replica's share of a result, without requests that have ended meanwhile."""
         shares: list[tuple[list[str], list[int]]] = [([], []) for _ in self._schedulers]
-        place_of = self._place_of
+        place_of = self._placement.replica_of
         for req_id, token_id in zip(result.req_ids, result.token_ids, strict=True):
-            place = place_of.get(req_id)
+            place = place_of(req_id)
             if place is not None:
                 req_ids, token_ids = shares[place]
                 req_ids.append(req_id)
@@ -202,7 +190,8 @@ class LockstepScheduler:
 
     def _at(self, place: int, values: Mapping[str, ValueT]) -> dict[str, ValueT]:
         """Return the values of a replica's requests."""
-        return {key: value for key, value in values.items() if self._place_of.get(key) == place}
+        place_of = self._placement.replica_of
+        return {key: value for key, value in values.items() if place_of(key) == place}
 
 
 def _parts_of(output: SchedulerOutput) -> Sequence[SchedulerOutput]:

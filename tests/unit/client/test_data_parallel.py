@@ -36,6 +36,7 @@ from worker_client.errors import (
 from worker_client.group.failure_state import DrainState, Ownership
 from worker_client.replicas.driver import DataParallelDriver
 from worker_client.replicas.group import DataParallelGroup
+from worker_client.replicas.placement import PREFIX_TOKENS
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, scheduler_limits
 from worker_client.wire.lease import OWNER_CHECK_S, LeaseTerms
@@ -426,7 +427,7 @@ def test_epochs_that_differ_after_a_replacement_are_one_again(served):
     run(drivers[1], 2)
 
 
-def test_requests_go_to_the_replica_with_the_fewest(served):
+def test_requests_go_to_the_replica_with_the_least_to_do(served):
     _, drivers, daemons = served(2)
 
     async def collect(driver: DataParallelDriver, number: int) -> list[int]:
@@ -449,6 +450,31 @@ def test_requests_go_to_the_replica_with_the_fewest(served):
                     await collect(driver, 11)
 
     asyncio.run(main())
+
+
+def test_a_prompt_returns_to_the_replica_that_has_computed_it(served):
+    _, drivers, daemons = served(2)
+    prompt = np.random.default_rng().integers(0, 50, 3 * PREFIX_TOKENS).astype(np.int32)
+
+    async def main() -> None:
+        opened = [partial(contextlib.nullcontext, driver) for driver in drivers]
+        async with DataParallelDriver(opened) as driver:
+
+            async def generate(name: str, tokens, max_tokens: int = 1) -> None:
+                async for _ in driver.generate(GenerationRequest(name, tokens, max_tokens)):
+                    pass
+
+            await asyncio.gather(generate("other", prompt[:5], 9), generate("first", prompt))
+            await generate("again", prompt)
+            await generate("longer", np.append(prompt, prompt[:5]))
+            await generate("short", prompt[:9])
+
+    asyncio.run(main())
+    admitted = [
+        [each.req_id.split(":")[1] for step in d.executes for each in step.scheduled_new_reqs]
+        for d in daemons
+    ]
+    assert admitted == [["other", "short"], ["first", "again", "longer"]]
 
 
 def test_the_documented_example_runs(connected):

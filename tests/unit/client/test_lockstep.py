@@ -22,6 +22,7 @@ from worker_client.driver import Driver
 from worker_client.errors import (
     ClientConfigError,
     InvalidSchedulerOutput,
+    RequestError,
     StepFailed,
     WorkerDied,
 )
@@ -300,17 +301,31 @@ def test_operation_fails_for_all_replicas_if_one_fails(loaded):
 
 
 def test_samples_of_a_prompt_are_on_one_replica(loaded):
-    group, scheduler, _ = loaded(2)
+    group, scheduler, daemons = loaded(2)
     driver = Driver(group, scheduler)
     prompt = np.arange(6, dtype=np.int32)
     sampling = SamplingParams(n=3, temperature=0.5, seed=1)
     driver.add_request(GenerationRequest("r5", prompt, max_tokens=8, sampling=sampling))
     driver.add_request(request_of(1))
-    places = {name: place for name, place in scheduler._place_of.items() if name != "r1"}
-    assert len(places) == 3 and len({*places.values()}) == 1
-    assert scheduler._place_of["r1"] not in places.values()
     assert len(list(driver.run())) == 4
-    assert not scheduler._place_of and scheduler._num_placed == [0, 0]
+    admitted = [
+        {each.req_id for step in daemon.executes for each in step.scheduled_new_reqs}
+        for daemon in daemons
+    ]
+    assert admitted == [{"r5#0", "r5#1", "r5#2"}, {"r1"}]
+
+
+def test_an_id_in_use_is_refused_whatever_its_replica(loaded):
+    _, scheduler, _ = loaded(2)
+    scheduler.add_request(request_of(3))
+    for length in (1, 60):
+        other = GenerationRequest("r3", np.zeros(length, np.int32))
+        with pytest.raises(RequestError, match="r3"):
+            scheduler.add_request(other)
+    scheduler.add_request(request_of(4))
+    assert [each.has_unfinished_requests() for each in scheduler._schedulers] == [True, True]
+    scheduler.abort_request("r3")
+    assert [each.has_unfinished_requests() for each in scheduler._schedulers] == [False, True]
 
 
 def test_aborted_requests_leave_their_replica(loaded):
