@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 GROUPS = (
-    ("communication", r"nccl|gloo|c10d|all_?reduce"),
+    ("communication", r"nccl|gloo|c10d|all_?reduce|_peer_"),
     ("copies", r"^Memcpy|^Memset|copy_kernel|direct_copy|CatArray"),
     ("attention", r"attend|attention|flash|fmha|_prefill_kernel|_decode_kernel|merge_parts"),
     (

@@ -11,6 +11,7 @@ from worker_daemon.contracts.drafting import TextKernels
 from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.contracts.sampling import Sampling
 from worker_daemon.contracts.window import Window
+from worker_daemon.distributed.ep import MakeRowExchange, RowExchange
 from worker_daemon.distributed.tp import MakeReducer, Reducer
 from worker_daemon.drafting.torch_text import TorchTextKernels
 from worker_daemon.layers.attention_choice import ChosenAttention
@@ -36,6 +37,8 @@ class Backend:
     """Called once for each stage."""
     make_reducer: MakeReducer | None
     """For short messages, over the windows of a tensor-parallel group; None if there is none."""
+    make_row_exchange: MakeRowExchange | None
+    """For rows of replicas that share experts, over their windows; None if there is none."""
     open_staging: OpenStaging
 
 
@@ -51,6 +54,7 @@ def choose_backend(device: torch.device) -> Backend:
         blocks=TorchBlockKernels(),
         make_ops=TorchOps,
         make_reducer=None,
+        make_row_exchange=None,
         open_staging=_host_staging,
     )
 
@@ -63,6 +67,7 @@ def triton_backend(device: torch.device) -> Backend:
     from worker_daemon.kernels.moved_blocks import TritonBlockKernels
     from worker_daemon.kernels.ops import TritonOps
     from worker_daemon.kernels.paged_attention import TritonAttention
+    from worker_daemon.kernels.peer_exchange import PeerExchange
     from worker_daemon.kernels.peer_reduce import PeerReduce
     from worker_daemon.kernels.row_ops import TritonRowKernels
     from worker_daemon.kernels.sampling import TritonSampling
@@ -70,6 +75,9 @@ def triton_backend(device: torch.device) -> Backend:
 
     def make_reducer(window: Window) -> Reducer:
         return PeerReduce(window, window.device, pdl=has_dependent_launch(window.device))
+
+    def make_row_exchange(window: Window) -> RowExchange:
+        return PeerExchange(window, window.device, pdl=has_dependent_launch(window.device))
 
     return Backend(
         attention=ChosenAttention("triton", TritonAttention(device), TritonGathered(device)),
@@ -79,6 +87,7 @@ def triton_backend(device: torch.device) -> Backend:
         blocks=TritonBlockKernels(),
         make_ops=partial(TritonOps, device),
         make_reducer=make_reducer,
+        make_row_exchange=make_row_exchange,
         open_staging=partial(CudaStaging, device),
     )
 

@@ -43,6 +43,7 @@ LATE_IMPORTS = {
     ("worker_daemon.backend", "worker_daemon.kernels.launch"): TRITON,
     ("worker_daemon.backend", "worker_daemon.kernels.moved_blocks"): TRITON,
     ("worker_daemon.backend", "worker_daemon.kernels.ops"): TRITON,
+    ("worker_daemon.backend", "worker_daemon.kernels.peer_exchange"): TRITON,
     ("worker_daemon.backend", "worker_daemon.kernels.peer_reduce"): TRITON,
     ("worker_daemon.backend", "worker_daemon.kernels.row_ops"): TRITON,
     ("worker_daemon.backend", "worker_daemon.kernels.sampling"): TRITON,

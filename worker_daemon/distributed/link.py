@@ -83,6 +83,8 @@ class Link:
         self.groups = NO_GROUPS
         self.peers = Peers()
         """Memory that the ranks of this stage share."""
+        self.expert_peers = Peers()
+        """Memory that those of this stage of all replicas in lockstep share."""
         self._device = device
         self._store: RendezvousStore | None = None
         self._connections: Sockets = frozenset()
@@ -129,6 +131,15 @@ class Link:
                     self._device,
                     timeout_s,
                 )
+                experts = self.groups.experts
+                if experts is not None:
+                    self.expert_peers = open_peers(
+                        distributed_c10d.PrefixStore(f"expert-windows{state.pp_rank}", store),
+                        experts.rank(),
+                        experts.size(),
+                        self._device,
+                        timeout_s,
+                    )
             self._store.end()
         except BaseException:
             self.leave()
@@ -187,6 +198,7 @@ class Link:
             return frees_peers
         self.is_aborted = True
         self.peers.stop()
+        self.expert_peers.stop()
         aborts = [threading.Thread(target=group.abort, daemon=True) for group in members]
         for thread in aborts:
             thread.start()
@@ -215,8 +227,9 @@ class Link:
         left_behind: list[object] = [*self.groups.all, dist.group.WORLD, self._store]
         self.groups = NO_GROUPS
         self._store = None
-        self.peers.leave()
-        self.peers = Peers()
+        for peers in (self.peers, self.expert_peers):
+            peers.leave()
+        self.peers = self.expert_peers = Peers()
         if not _forget_groups(self.backend):
             return None
         # Dropping gloo groups joins their threads, which wait for dead peers until the timeout. So

@@ -1,12 +1,5 @@
 """All-reduce of short messages over memory that the ranks of a group write to each other directly,
-alone or fused with the residual addition and the norms that follow.
-
-Each program stores its rows into every peer's window and then polls its own window, whose words are
-`blank` until they arrive. This needs no flag and no fence, since each word is its own flag
-(Lamport's one-word channel, as in NCCL's and TensorRT-LLM's low-latency protocols). Words are reset
-to blank after they are read. Two slots per program suffice: a peer stores into a slot again two
-calls later. By then it has received this rank's next call, so the call that reset the slot has
-ended.
+alone or fused with the residual addition and the norms that follow: see peer_words.py.
 """
 
 # Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
@@ -22,27 +15,29 @@ from worker_daemon.contracts.window import Window
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, row_warps, start_next
 from worker_daemon.kernels.norm import offset_gain
-
-PROGRAMS = 128
-"""Maximum number of programs: all of them fit on the device at one time, together with other
-kernels."""
-SLOTS = 2
-
-_STOPPED = tl.constexpr(-1)
-_TURN_MASK = tl.constexpr(0x7FFFFFFF)
+from worker_daemon.kernels.peer_words import (
+    POLLS_PER_STOP,
+    PROGRAMS,
+    STOPPED,
+    TURN_MASK,
+    WORD_BYTES,
+    WORD_DTYPES,
+    addresses_of,
+    await_words,
+    high_half,
+    low_half,
+    pack_halves,
+    region_words,
+    unique_block,
+    window_at,
+    words_of,
+)
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_WORD_BYTES = 4
-_ALIGNED = 4
-"""Words of the widest access."""
 _LIMITS_BYTES = {("NVIDIA H200", 2): 4 << 20}
 """(device, ranks): bytes up to which a one-shot reduction was measured to be faster than NCCL."""
 _UNMEASURED_LIMIT_BYTES = 256 << 10
 """Limit for other devices, with two ranks; a rank sends more with more ranks."""
-_POLLS_PER_STOP = 1 << 14
-"""Polls between two checks of the stop flag, about 10 ms. Host memory is slow: a check by a
-thousand warps takes half a millisecond. With more frequent checks, a late rank and the ranks that
-wait for it would slow each other."""
 
 
 class PeerReduce:
@@ -59,7 +54,7 @@ class PeerReduce:
         pdl: bool,
         limit_bytes: int | None = None,
         max_programs: int = PROGRAMS,
-        polls_per_stop: int = _POLLS_PER_STOP,
+        polls_per_stop: int = POLLS_PER_STOP,
     ) -> None:
         """window: new, all words blank on all ranks. pdl: see launch.py. limit_bytes overrides the
         measured limit. max_programs: programs of one launch, which must all fit on the device at
@@ -68,23 +63,20 @@ class PeerReduce:
         self._rank = window.rank
         self._size = len(window.addresses)
         self._blank = window.blank
-        self._addresses = torch.tensor(
-            [*window.addresses, window.stop_address], dtype=torch.int64, device=device
-        )
+        self._addresses = addresses_of(window, device)
         self._turns = torch.zeros(max_programs, dtype=torch.int32, device=device)
-        regions = max_programs * SLOTS * self._size
-        self._region_words = window.num_bytes // (regions * _WORD_BYTES) // _ALIGNED * _ALIGNED
+        self._region_words = region_words(window, max_programs)
         self._pdl = pdl
         self._max_programs = max_programs
         self._polls_per_stop = polls_per_stop
-        most = max_programs * self._region_words * _WORD_BYTES
+        most = max_programs * self._region_words * WORD_BYTES
         measured = _limit_bytes(device, self._size) if limit_bytes is None else limit_bytes
         self.limit_bytes = min(most, measured)
         """Largest message for which this is worthwhile."""
 
     def takes(self, x: Tensor) -> bool:
         """Return True if x [..., H] can be reduced here and is short enough to be worthwhile."""
-        row_words = x.shape[-1] * x.element_size() // _WORD_BYTES
+        row_words = x.shape[-1] * x.element_size() // WORD_BYTES
         return (
             x.dtype in _DTYPES
             and x.shape[-1] % 2 == 0
@@ -121,16 +113,16 @@ class PeerReduce:
         assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
         size = x.shape[-1] // 2
         num_rows = x.numel() // x.shape[-1]
-        block = triton.next_power_of_2(size)
-        source = _words(x)
+        num_warps = row_warps(triton.next_power_of_2(size))
+        source = words_of(x)
         _peer_reduce_kernel[(min(num_rows, self._max_programs),)](
-            _words(normed),
-            _words(total),
+            words_of(normed),
+            words_of(total),
             source,
-            source if residual is None else _words(residual),
-            source if norm is None else _words(norm.weight),
+            source if residual is None else words_of(residual),
+            source if norm is None else words_of(norm.weight),
             0.0 if norm is None else norm.eps,
-            None if x_norm is None else _words(x_norm.weight),
+            None if x_norm is None else words_of(x_norm.weight),
             None if x_norm is None else x_norm.eps,
             self._addresses,
             self._turns,
@@ -141,14 +133,14 @@ class PeerReduce:
             REGION=self._region_words,
             ROWS=self._rows_per_program(num_rows),
             SIZE=size,
-            BLOCK=block,
-            DTYPE=_TRITON_DTYPES[x.dtype],
+            BLOCK=unique_block(size, num_warps),
+            DTYPE=WORD_DTYPES[x.dtype],
             POLLS=self._polls_per_stop,
             FUSED=fused is not None,
             WEIGHT_OFFSET=0.0 if norm is None else norm.weight_offset,
             X_WEIGHT_OFFSET=0.0 if x_norm is None else x_norm.weight_offset,
             PDL=self._pdl,
-            num_warps=row_warps(block),
+            num_warps=num_warps,
             enable_fp_fusion=True,
             **launch_options(self._pdl),
         )
@@ -158,35 +150,9 @@ class PeerReduce:
         return int(triton.next_power_of_2(-(-num_rows // self._max_programs)))
 
 
-_TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
 def _limit_bytes(device: torch.device, size: int) -> int:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return _LIMITS_BYTES.get((name, size), _UNMEASURED_LIMIT_BYTES // max(size - 1, 1))
-
-
-def _words(x: Tensor) -> Tensor:
-    return x.view(torch.int32)
-
-
-@triton.jit
-def _low(words, DTYPE: tl.constexpr):
-    """Return the elements with even indices, as float32."""
-    return (words & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _high(words, DTYPE: tl.constexpr):
-    """Return the elements with odd indices, as float32."""
-    return ((words >> 16) & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _pack(low, high, DTYPE: tl.constexpr):
-    """Pack two float32, rounded to DTYPE, into one word."""
-    first = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return first | (high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 
 @triton.jit
@@ -207,31 +173,9 @@ def _normed(
     low = low.to(DTYPE).to(tl.float32)
     high = high.to(DTYPE).to(tl.float32)
     scale = tl.rsqrt(tl.sum(low * low + high * high) / (2 * SIZE) + eps)
-    low = low * scale * offset_gain(_low(gain, DTYPE), WEIGHT_OFFSET)
-    high = high * scale * offset_gain(_high(gain, DTYPE), WEIGHT_OFFSET)
+    low = low * scale * offset_gain(low_half(gain, DTYPE), WEIGHT_OFFSET)
+    high = high * scale * offset_gain(high_half(gain, DTYPE), WEIGHT_OFFSET)
     return low, high
-
-
-@triton.jit
-def _window(address):
-    """Return the int32 words at an address that is stored as a number."""
-    return tl.multiple_of(tl.load(address).to(tl.pointer_type(tl.int32)), 16)
-
-
-@triton.jit
-def _await_words(address, inside, stop, is_stopped, BLANK: tl.constexpr, POLLS: tl.constexpr):
-    """Return the words at address once none of them is blank, or immediately if stopped; and the
-    stopped state."""
-    words = tl.load(address, mask=inside, other=0, volatile=True)
-    missing = tl.max((words == BLANK).to(tl.int32), axis=0)
-    polls = 0
-    while (missing != 0) & (is_stopped == 0):
-        words = tl.load(address, mask=inside, other=0, volatile=True)
-        missing = tl.max((words == BLANK).to(tl.int32), axis=0)
-        polls += 1
-        if polls % POLLS == 0:
-            is_stopped = (tl.load(stop, volatile=True) != 0).to(tl.int32)
-    return words, is_stopped
 
 
 @launched
@@ -269,13 +213,13 @@ def _peer_reduce_kernel(
     programs = tl.num_programs(0)
     word = tl.arange(0, BLOCK)
     stop = tl.load(addresses + RANKS).to(tl.pointer_type(tl.int32))
-    window = _window(addresses + RANK)
+    window = window_at(addresses + RANK)
     if FUSED:
         gain = _load_gain(weight, word, SIZE)
     x_gain = _load_gain(x_weight, word, SIZE)
     await_previous(PDL)
     turn = tl.load(turns + program)
-    is_stopped = (turn == _STOPPED).to(tl.int32)
+    is_stopped = (turn == STOPPED).to(tl.int32)
     slot = (program * 2 + (turn & 1)) * RANKS * REGION
 
     for index in range(ROWS):
@@ -285,7 +229,7 @@ def _peer_reduce_kernel(
         own = tl.where(own == BLANK, 0, own)
         for peer in tl.static_range(RANKS):
             if peer != RANK:
-                inbox = _window(addresses + peer) + slot + RANK * REGION + index * SIZE
+                inbox = window_at(addresses + peer) + slot + RANK * REGION + index * SIZE
                 tl.store(inbox + word, own, mask=inside)
 
     for index in range(ROWS):
@@ -304,19 +248,19 @@ def _peer_reduce_kernel(
                 words = own
             else:
                 inbox = window + slot + source * REGION + index * SIZE + word
-                words, is_stopped = _await_words(inbox, inside, stop, is_stopped, BLANK, POLLS)
+                words, is_stopped = await_words(inbox, inside, stop, is_stopped, BLANK, POLLS)
                 tl.store(inbox, tl.full((BLOCK,), BLANK, tl.int32), mask=inside)
-            low += _low(words, DTYPE)
-            high += _high(words, DTYPE)
+            low += low_half(words, DTYPE)
+            high += high_half(words, DTYPE)
         if x_weight is not None:
             low, high = _normed(low, high, x_gain, x_eps, SIZE, X_WEIGHT_OFFSET, DTYPE)
         if FUSED:
-            low = _low(before, DTYPE) + low.to(DTYPE).to(tl.float32)
-            high = _high(before, DTYPE) + high.to(DTYPE).to(tl.float32)
-            tl.store(total + element, _pack(low, high, DTYPE), mask=inside)
+            low = low_half(before, DTYPE) + low.to(DTYPE).to(tl.float32)
+            high = high_half(before, DTYPE) + high.to(DTYPE).to(tl.float32)
+            tl.store(total + element, pack_halves(low, high, DTYPE), mask=inside)
             low, high = _normed(low, high, gain, eps, SIZE, WEIGHT_OFFSET, DTYPE)
-            tl.store(normed + element, _pack(low, high, DTYPE), mask=inside)
+            tl.store(normed + element, pack_halves(low, high, DTYPE), mask=inside)
         else:
-            tl.store(total + element, _pack(low, high, DTYPE), mask=inside)
+            tl.store(total + element, pack_halves(low, high, DTYPE), mask=inside)
     # Once a program has seen the stop flag, later ones do not check again.
-    tl.store(turns + program, tl.where(is_stopped != 0, _STOPPED, (turn + 1) & _TURN_MASK))
+    tl.store(turns + program, tl.where(is_stopped != 0, STOPPED, (turn + 1) & TURN_MASK))

@@ -126,6 +126,8 @@ class _Offsets:
         if num_rows > self._known.shape[0] or self._known.device != experts.device:
             rows = torch.arange(num_rows, dtype=torch.int32, device=experts.device)
             offsets = (rows + self._first_row) % _ROWS * self._stride + 1
+            if experts.is_cuda and torch.cuda.is_current_stream_capturing():
+                return offsets.unsqueeze(1)  # what is recorded to compile kernels never runs
             self._known = offsets.unsqueeze(1)
         return self._known[:num_rows]
 

@@ -110,6 +110,11 @@ class ExpertsBlock:
         self._experts.join()
 
     @property
+    def top_k(self) -> int:
+        """Experts of a token."""
+        return self._experts.top_k
+
+    @property
     def slots(self) -> LayerSlots | None:
         """The slots of its experts; None: they stay where a load puts them."""
         return self._experts.slots
@@ -185,8 +190,8 @@ class _Experts:
     def join(self) -> None:
         """See ExpertsBlock.join."""
         assert self._exchange is not None, "other replicas share the experts"
-        top_k, x = self._spec.routing.top_k, self._router.data[:0]
-        experts = x.new_empty((0, top_k), dtype=torch.int32)
+        x = self._router.data[:0]
+        experts = x.new_empty((0, self.top_k), dtype=torch.int32)
         if self._chosen is not None:
             self._chosen.note(self._index, experts)
         self._exchange.run(x, RoutedTokens(experts, experts.float()), self._multiply)
@@ -200,6 +205,11 @@ class _Experts:
 
     def _multiply(self, x: Tensor, routed: RoutedTokens) -> Tensor:
         return self._ops.experts.multiply(x, routed, self._matrices)
+
+    @property
+    def top_k(self) -> int:
+        """Experts of a token."""
+        return self._spec.routing.top_k
 
     @property
     def _replayed(self) -> Tensor | None:

@@ -245,11 +245,23 @@ class DecoderStage:
         exchange = self._setup.replica_experts
         if exchange is None or not exchange.is_open:
             return
-        layers = [layer for layer in self._layers if isinstance(layer, DecoderLayer)]
-        blocks = [layer.experts for layer in layers if layer.experts is not None]
-        for block in blocks[exchange.num_done :]:
+        for block in self._expert_blocks[exchange.num_done :]:
             block.join()
         exchange.end()
+
+    @property
+    def most_graphed(self) -> int:
+        """The most tokens of a step whose exchanges with other replicas a graph may hold: see
+        ReplicaExperts.most_graphed."""
+        exchange, setup = self._setup.replica_experts, self._setup
+        assert exchange is not None, "other replicas share the experts"
+        top_k = max((block.top_k for block in self._expert_blocks), default=1)
+        return exchange.most_graphed(setup.hidden_size, top_k, setup.dtype)
+
+    @property
+    def _expert_blocks(self) -> list[ExpertsBlock]:
+        layers = [layer for layer in self._layers if isinstance(layer, DecoderLayer)]
+        return [layer.experts for layer in layers if layer.experts is not None]
 
     def new_gathered(self, num_rows: int) -> Tensor:
         """Last stage only: return memory for logits [num_rows, V], like gather_logits's result."""

@@ -48,6 +48,7 @@ from worker_daemon.runner.routed_experts import (
 from worker_daemon.runner.row_tables import RowKernels, RowTables
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.shared_experts import SharedExperts
+from worker_daemon.runner.shared_ladder import SharedLadder
 from worker_daemon.runner.stage_program import EagerProgram
 from worker_daemon.runner.staging import OpenStaging
 from worker_daemon.runner.step_layout import (
@@ -266,8 +267,8 @@ def _token_history(parts: RunnerParts, state: RequestState) -> TokenHistory:
 
 
 def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool) -> StepGraphs:
-    """Return the graphs of a runner's steps: none on the CPU, for an encoder, or if eager is
-    requested."""
+    """Return the graphs of a runner's steps: none on the CPU, for an encoder, if eager is
+    requested, or of shared experts whose exchanges no graph can hold."""
     if parts.device.type != "cuda" or enforce_eager or not parts.stage.kv_layer_specs:
         return StepGraphs()
     limits = runner.state.limits
@@ -287,15 +288,22 @@ def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool)
         drafts=drafted_counts(limits.max_drafts),
         max_num_tokens=limits.max_num_batched_tokens,
     )
-    largest = max(plan.shape.num_tokens for plan in ladder.plans)
+    exchange = parts.experts
+    chosen: StepLadder | SharedLadder = ladder
+    if exchange is not None:
+        chosen = SharedLadder(ladder.plans, parts.stage.most_graphed)
+        if not chosen.plans:
+            return StepGraphs()
+    largest = max(plan.shape.num_tokens for plan in chosen.plans)
     arriving = 0 if parts.parallel.is_first_stage else largest
     return LadderGraphs(
-        ladder,
+        chosen,
         runner.eager,
         torch.zeros((arriving, parts.width_in), dtype=parts.dtype, device=parts.device),
         parts.capture_stream,
         holds_communication=parts.communicates,
         proposals=_proposals(runner, parts.device),
+        exchange=exchange,
     )
 
 

@@ -13,11 +13,13 @@ from typing import Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from worker_daemon.distributed.ep import ReplicaExperts
 from worker_daemon.drafting.interface import Replay
 from worker_daemon.runner.graph_recorder import GraphRecorder, RecordedGraph
 from worker_daemon.runner.input_batch import StepInputs
 from worker_daemon.runner.model_runner import ModelRunner
 from worker_daemon.runner.proposal_graphs import Proposals
+from worker_daemon.runner.shared_ladder import SharedLadder
 from worker_daemon.runner.stage_program import EagerProgram, StageOutput
 from worker_daemon.runner.step_layout import ExactShapes, StepLadder, StepPlan
 
@@ -57,7 +59,7 @@ class StepGraphs:
 
     def restore(self, runner: ModelRunner) -> None:
         """Replay the remaining graphs again, and recapture the dropped ones with the new
-        communicators."""
+        communicators, unless these cannot be captured."""
 
 
 class _Captured(NamedTuple):
@@ -72,35 +74,37 @@ class LadderGraphs(StepGraphs):
 
     def __init__(
         self,
-        ladder: StepLadder,
+        ladder: StepLadder | SharedLadder,
         eager: EagerProgram,
         arrived: Tensor,
         stream: torch.cuda.Stream | None,
         *,
         holds_communication: bool,
         proposals: Proposals | None = None,
+        exchange: ReplicaExperts | None = None,
     ) -> None:
-        """arrived: see GraphedProgram; stream: see GraphRecorder; holds_communication: the program
-        calls collectives; proposals: those of the runner's draft model."""
+        """arrived, exchange: see GraphedProgram; stream: see GraphRecorder; holds_communication:
+        the program calls collectives; proposals: those of the runner's draft model."""
         self._ladder = ladder
         self._stream = stream
         self._eager = eager
         self._arrived = arrived
         self._holds_communication = holds_communication
+        self._exchange = exchange
         self._proposals = Proposals() if proposals is None else proposals
         self._captured: _Captured | None = None
         """None before the first capture, and after the graphs were dropped."""
 
     def launch(self, runner: ModelRunner) -> None:
         eager, recorder = self._eager.compile_subset(), GraphRecorder(self._stream)
-        program = GraphedProgram(eager, self._arrived, recorder)
+        program = GraphedProgram(eager, self._arrived, recorder, self._exchange)
         program.launch(self._plans(runner), runner.inputs.padding)
         # A pool whose graphs are gone takes no further ones.
         self._proposals.launch(GraphRecorder(self._stream))
 
     def capture(self, runner: ModelRunner) -> None:
         recorder, plans = GraphRecorder(self._stream), self._plans(runner)
-        program = GraphedProgram(self._eager, self._arrived, recorder)
+        program = self._program(recorder)
         program.capture(plans, runner.inputs.padding)
         proposals = self._proposals.capture(recorder, self._proposals.plans)
         self._captured = _Captured(program, proposals)
@@ -112,7 +116,7 @@ class LadderGraphs(StepGraphs):
         others share, and a few others show how much each adds (its kernels' arguments, its
         outputs)."""
         recorder, proposals = GraphRecorder(self._stream), self._proposals
-        program = GraphedProgram(self._eager, self._arrived, recorder)
+        program = self._program(recorder)
         largest, others = _split_plans(self._plans(runner))
         before = used_bytes()
         program.capture(largest, runner.inputs.padding)
@@ -127,6 +131,9 @@ class LadderGraphs(StepGraphs):
             used_bytes,
         )
         return taken
+
+    def _program(self, recorder: GraphRecorder) -> "GraphedProgram":
+        return GraphedProgram(self._eager, self._arrived, recorder, self._exchange)
 
     def _plans(self, runner: ModelRunner) -> list[StepPlan]:
         return runner.inputs.with_parts(self._ladder.plans)
@@ -149,7 +156,8 @@ class LadderGraphs(StepGraphs):
         # Free the pool of the dropped graphs, because the new ones get another pool. It cannot be
         # freed earlier: freeing waits for kernels, which may wait for a peer until the link ends.
         torch.cuda.empty_cache()
-        self.capture(runner)
+        if self._exchange is None or self._exchange.can_be_graphed:
+            self.capture(runner)
 
     def _use(self, runner: ModelRunner, captured: _Captured, plans: Sequence[StepPlan]) -> None:
         """plans: see InputBuilder.pad_by."""
@@ -161,21 +169,34 @@ class LadderGraphs(StepGraphs):
 class GraphedProgram:
     """Replays the graph of a step's plan; a plan without one runs eagerly."""
 
-    def __init__(self, eager: EagerProgram, arrived: Tensor, recorder: GraphRecorder) -> None:
+    def __init__(
+        self,
+        eager: EagerProgram,
+        arrived: Tensor,
+        recorder: GraphRecorder,
+        exchange: ReplicaExperts | None = None,
+    ) -> None:
         """arrived: [N, H], N the tokens of the largest plan: the buffer from which graphs read the
-        previous stage's output; [0, H] on the first stage."""
+        previous stage's output; [0, H] on the first stage. exchange: the program's with other
+        replicas; None: it has none."""
         self._eager = eager
+        self._exchange = exchange
         self._arrived = arrived
         self._graphs: dict[StepPlan, RecordedGraph[StageOutput]] = {}
         self._recorder = recorder
 
     def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
-        recorded = self._graphs.get(inputs.plan)
+        recorded, exchange = self._graphs.get(inputs.plan), self._exchange
         if recorded is None:
             return self._eager.run(inputs, arrived)
+        if exchange is not None and not exchange.has_size_of(inputs.plan.shape.num_tokens):
+            return self._eager.run(inputs, arrived)  # a step's own sizes may be those of a graph
         if arrived.shape[0]:
             self._arrived[: arrived.shape[0]].copy_(arrived)
-        recorded.graph.replay()
+        if exchange is None:
+            recorded.graph.replay()
+        else:
+            exchange.replay(recorded.graph.replay)
         inputs.packed.taken()
         return recorded.output
 
@@ -187,6 +208,7 @@ class GraphedProgram:
             arrived = self._arrived[: plan.shape.num_tokens]
             # Libraries load their kernels at their first use, which is here.
             compute = partial(self._compute, padding(plan), arrived)
+            self._begin(plan)
             dropped.append(self._recorder.record(compute, "relaxed"))
 
     @torch.inference_mode()
@@ -196,15 +218,22 @@ class GraphedProgram:
         padding(plan) builds inputs that touch no request. Before capture, a few layers of each plan
         run, so that all of its kernels are compiled and loaded. The captured graph then runs once,
         which uploads it to the device: no later step waits for that or takes memory for it. In a
-        tensor-parallel group every rank captures the same plans in the same order.
+        group that exchanges anything every rank captures the same plans in the same order.
         """
         thin = self._eager.compile_subset()
         for plan in plans:
             inputs = padding(plan)
             arrived = self._arrived[: plan.shape.num_tokens]
+            self._begin(plan)
             thin.run(inputs, arrived)
+            self._begin(plan)
             self._graphs[plan] = self._recorder.record(partial(self._compute, inputs, arrived))
             self.run(padding(plan), arrived)
+
+    def _begin(self, plan: StepPlan) -> None:
+        """Begin the exchanges of a plan with other replicas, all of whose ranks compute it."""
+        if self._exchange is not None:
+            self._exchange.begin(plan.shape.num_tokens)
 
     def _compute(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
         inputs.packed.take()

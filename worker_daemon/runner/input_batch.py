@@ -25,7 +25,12 @@ from worker_daemon.runner.sample_rows import (
     Unsampled,
     group_samples,
 )
-from worker_daemon.runner.scheduled_step import BlockUpdates, Drafts, ScheduledStep
+from worker_daemon.runner.scheduled_step import (
+    BlockUpdates,
+    Drafts,
+    ScheduledStep,
+    TokensOfReplicas,
+)
 from worker_daemon.runner.staging import Packed, Staging
 from worker_daemon.runner.steady_batch import SteadyBatch
 from worker_daemon.runner.step_layout import (
@@ -136,6 +141,10 @@ class InputBuilder:
         self._planned = None
         self._staging.keep(plan.shape for plan in plans)
 
+    def size_of_all(self, tokens: TokensOfReplicas) -> int:
+        """Return the number of tokens to which replicas that share experts pad a step."""
+        return self._ladder.size_of_all(tokens)
+
     def build(self, step: ScheduledStep) -> StepInputs:
         """Fill in the changes and the step's own values; the device gathers the rest."""
         if step.new_requests:
@@ -213,6 +222,8 @@ class InputBuilder:
         num_updates = step.block_updates.rows.size
         if steady is not None and steady is self._planned and plan is not None:
             fits = num_updates <= plan.shape.num_updates
+            if step.shared_size:
+                fits &= plan.shape.num_tokens == step.shared_size
             if fits and self._shortest <= step.longest <= plan.max_seq_len:
                 return plan
             if not num_updates and not self._ladder.pads:

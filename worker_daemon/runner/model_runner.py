@@ -44,6 +44,7 @@ from worker_daemon.runner.scheduled_step import (
     NO_STEP_VALUES,
     ScheduledStep,
     StepExtensions,
+    TokensOfReplicas,
 )
 from worker_daemon.runner.shared_experts import SharedExperts
 from worker_daemon.runner.stage_program import EagerProgram, StageProgram
@@ -305,12 +306,12 @@ class ModelRunner:
         replies = []
         begin(num_passes)
         with state.knowing(rows.tokens):
-            for place, (step, counts) in enumerate(zip_longest(passes, of_replicas), 1):
+            for place, (step, tokens) in enumerate(zip_longest(passes, of_replicas), 1):
                 if step is None:
-                    self._stand_in([counts])
+                    self._stand_in([tokens])
                     continue
                 try:
-                    replies.append(self._run(step, identity, counts))
+                    replies.append(self._run(step, identity, tokens))
                 except (CommError, DeviceError):
                     raise
                 except Exception as error:
@@ -327,12 +328,12 @@ class ModelRunner:
             self._recomputed[slot] = RowEnd(slot, int(state.generation[slot]), end)
         return sum(step.total_num_tokens for step in passes), num_passes
 
-    def _stand_in(self, passes: Sequence[Sequence[int]]) -> None:
+    def _stand_in(self, passes: Sequence[TokensOfReplicas]) -> None:
         """Take part in forward passes in which this replica computes nothing. passes: the tokens of
         each replica in each; none unless replicas share experts."""
         if self._shared_experts is not None:
-            for of_replicas in passes:
-                self._shared_experts.stand_in(of_replicas)
+            for tokens in passes:
+                self._shared_experts.stand_in(self.inputs.size_of_all(tokens))
 
     def end_epoch(self) -> None:
         """Keep the notes of blocks' contents that hold for another driver, and only the tokens of
@@ -396,11 +397,15 @@ class ModelRunner:
         self,
         step: ScheduledStep,
         identity: ReplyIdentity,
-        of_replicas: Sequence[int] | None = None,
+        of_replicas: TokensOfReplicas | None = None,
     ) -> PendingOutput | None:
         """of_replicas: tokens of each; None: they compute the same step, as in a warm-up."""
         if self._shared_experts is not None:
-            self._shared_experts.begin(step.total_num_tokens, of_replicas)
+            own = step.total_num_tokens
+            tokens = of_replicas or TokensOfReplicas((own,), own == step.slots.size)
+            step = step._replace(shared_size=self.inputs.size_of_all(tokens))
+            has_all_layers = of_replicas is not None
+            self._shared_experts.begin(step.shared_size, has_all_layers=has_all_layers)
         connectors, loaded = self.connectors, None
         try:
             if connectors is not None and (step.step_values.data or connectors.beside.is_loading):

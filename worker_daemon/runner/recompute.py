@@ -11,7 +11,12 @@ from rpc_schema.errors import InvalidStepError
 from rpc_schema.weight_transfer import RecomputeRequests
 from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.runner.request_state import RequestState
-from worker_daemon.runner.scheduled_step import NO_STEP_VALUES, NO_UPDATES, ScheduledStep
+from worker_daemon.runner.scheduled_step import (
+    NO_STEP_VALUES,
+    NO_UPDATES,
+    ScheduledStep,
+    TokensOfReplicas,
+)
 
 _COLUMNS: Final = 4
 
@@ -115,7 +120,7 @@ def plan_passes(seq: int, rows: RecomputedRows, most: int) -> Iterator[Scheduled
         yield _pass(seq, rows.slots[part], starts.astype(np.int32), ends.astype(np.int32))
 
 
-def read_replicas(message: RecomputeRequests, state: RequestState) -> list[tuple[int, ...]]:
+def read_replicas(message: RecomputeRequests, state: RequestState) -> list[TokensOfReplicas]:
     """Return the tokens of each replica in each pass of any, 0 in passes that a replica does not
     have. All ranks have the same counts, so all refuse wrong ones. Nothing of one replica alone.
 
@@ -134,7 +139,8 @@ def read_replicas(message: RecomputeRequests, state: RequestState) -> list[tuple
         raise _invalid("tokens_by_replica", [own.tolist()[:8] for own in counts], fix)
     most = message.max_num_tokens
     sizes = ([each.last - each.first for each in split_passes(own, most)] for own in counts)
-    return [*zip_longest(*sizes, fillvalue=0)]
+    passes = zip_longest(*sizes, fillvalue=0)
+    return [TokensOfReplicas(own, are_decodes=False) for own in passes]
 
 
 def _pass(seq: int, slots: Int32s, starts: Int32s, ends: Int32s) -> ScheduledStep:

@@ -30,6 +30,7 @@ from worker_daemon.runner.scheduled_step import (
     ScheduledStep,
     StepExtensions,
     StepLimits,
+    TokensOfReplicas,
     blocks_before_window,
     invalid,
 )
@@ -104,10 +105,10 @@ class RequestState:
         return self._counts
 
     @property
-    def tokens_of_replicas(self) -> tuple[int, ...] | None:
+    def tokens_of_replicas(self) -> TokensOfReplicas | None:
         """The tokens of each replica in the last step, accepted or refused; None if it did not say
         them, as a synthetic one, or if there is one replica."""
-        return None if self._lockstep is None else self._lockstep.num_tokens
+        return None if self._lockstep is None else self._lockstep.tokens
 
     @property
     def replicas(self) -> ReplicaCounts | None:

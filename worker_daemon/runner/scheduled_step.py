@@ -149,6 +149,14 @@ class Drafts(NamedTuple):
     None: it has all of them."""
 
 
+class TokensOfReplicas(NamedTuple):
+    """The tokens that each replica in lockstep has in a forward pass of all."""
+
+    counts: tuple[int, ...]
+    are_decodes: bool
+    """Each request of each replica has one token."""
+
+
 class ScheduledStep(NamedTuple):
     """An accepted step, ready to run. Arrays are host memory; batch order is ascending slots."""
 
@@ -189,6 +197,8 @@ class ScheduledStep(NamedTuple):
     recomputes: bool = False
     """It only computes KV again: nothing is sampled or reported, and counts stay. They may be
     bounds, but those of this step are exact."""
+    shared_size: int = 0
+    """Number of tokens to which all replicas that share experts pad it; 0: there are none."""
 
 
 def blocks_before_window(num_computed: Int32s, group: BlockGroup) -> Int32s:

@@ -1,8 +1,6 @@
 """Keeps the promise of replicas that share experts: whatever becomes of a replica's own step, its
 ranks make every exchange that the others expect in theirs."""
 
-from collections.abc import Sequence
-
 from rpc_schema.errors import CommError, DeviceError
 from worker_daemon.distributed.ep import ReplicaExperts
 from worker_daemon.models.decoder import DecoderStage
@@ -17,21 +15,20 @@ class SharedExperts:
         self._stage = stage
         self._can_finish = False
 
-    def begin(self, num_tokens: int, of_replicas: Sequence[int] | None) -> None:
-        """Begin a step of num_tokens here. of_replicas: those of each replica; None: every replica
-        computes the same step, as in a warm-up, perhaps through a few layers only."""
-        self._can_finish = of_replicas is not None
-        same = [num_tokens] * self._exchange.dp_size
-        self._exchange.begin(same if of_replicas is None else of_replicas)
+    def begin(self, size: int, *, has_all_layers: bool) -> None:
+        """Begin a step that all replicas pad to `size` tokens. has_all_layers: False for one that
+        may have a few layers only, as in a warm-up."""
+        self._can_finish = has_all_layers
+        self._exchange.begin(size)
 
-    def stand_in(self, of_replicas: Sequence[int]) -> None:
+    def stand_in(self, size: int) -> None:
         """Take part in a forward pass without tokens: this replica has none, or has refused it.
-        of_replicas: the tokens that each was to compute.
+        size: the number of tokens to which all replicas pad it.
 
         Raises:
             CommError: a peer is gone.
         """
-        self._exchange.begin(of_replicas)
+        self._exchange.begin(size)
         self._stage.join_experts()
 
     def finish(self) -> bool:

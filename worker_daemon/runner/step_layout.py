@@ -8,7 +8,12 @@ graph reads at fixed addresses, so the layout depends only on the sizes.
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from worker_daemon.runner.scheduled_step import MAX_BLOCK_UPDATES, ScheduledStep, StepLimits
+from worker_daemon.runner.scheduled_step import (
+    MAX_BLOCK_UPDATES,
+    ScheduledStep,
+    StepLimits,
+    TokensOfReplicas,
+)
 
 MAX_GRAPH_SEQS = 512
 """Larger decodes run eagerly."""
@@ -176,6 +181,10 @@ class ExactShapes:
             num_updates=step.block_updates.rows.size,
         )
         return StepPlan(shape, int(step.num_tokens.max(initial=0)), step.longest)
+
+    def size_of_all(self, tokens: TokensOfReplicas) -> int:
+        """Return the number of tokens to which replicas that share experts pad a step."""
+        return max(tokens.counts)
 
 
 class StepLadder(ExactShapes):

@@ -76,7 +76,6 @@ from worker_daemon.worker.resolve import (
     check_lora,
     check_routed_experts,
     check_saved_experts,
-    check_shared_experts,
     check_speculative,
     resolve_cache_dtype,
 )
@@ -217,8 +216,6 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
     processors = find_logits_processors(message.scheduler.logits_processors)
     if message.model.load_format == "tensorizer":
         require_tensorizer("load_format", "tensorizer")
-    if place.experts is not None and message.model.enable_expert_parallel:
-        check_shared_experts(message.graph, place.device)
     resolved = roots.resolve(message.model, set_phase, message.content)
     check_routed_experts(resolved, message.scheduler)
     placements = read_placements(message.expert_placements, resolved.decoder)

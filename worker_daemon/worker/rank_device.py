@@ -105,7 +105,7 @@ class RankDevice:
         timeout_s = message.scheduler.step_deadline_ms / 1000 + _PEER_GRACE_S
         backend = choose_backend(device)
         tp = tensor_parallel(parallel.tp_rank, parallel.tp_size, backend.make_reducer)
-        experts = replica_experts(parallel)
+        experts = replica_experts(parallel, backend.make_row_exchange)
         place = RankPlace(device, message.parallel, parallel, tp, backend, experts)
         link = self._open_link(rendezvous, place, timeout_s)
         try:
@@ -177,7 +177,7 @@ class RankDevice:
         try:
             place.tp.bind(link.groups.stage, link.peers)
             if place.experts is not None:
-                place.experts.bind(link.groups.experts)
+                place.experts.bind(link.groups.experts, link.expert_peers)
         except BaseException:
             link.leave()
             raise

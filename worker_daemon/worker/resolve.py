@@ -12,7 +12,6 @@ import torch
 from rpc_schema.config import (
     MIN_STEP_DEADLINE_MS,
     CacheConfig,
-    GraphConfig,
     LoraConfig,
     ModelConfig,
     Quantization,
@@ -222,13 +221,6 @@ def check_routed_experts(model: ResolvedModel, scheduler: SchedulerConfig) -> No
         problem = f"the experts of a step's tokens take {shape.bytes_per_token} bytes each"
         fix = f"at most {shape.max_positions}, or leave out enable_return_routed_experts"
         raise config_error("scheduler.max_num_batched_tokens", most, problem, fix)
-
-
-def check_shared_experts(graph: GraphConfig, device: torch.device) -> None:
-    """Raise ConfigError if a device has CUDA graphs, and replicas are to share experts."""
-    if device.type == "cuda" and not graph.enforce_eager:
-        problem = "steps of replicas that share experts have no sizes that graphs could hold"
-        raise config_error("graph.enforce_eager", False, problem, "True")
 
 
 def pooling_support(decoder: DecoderConfig) -> PoolingSupport:

@@ -201,14 +201,16 @@ class Serving:
 
     def compile_ahead(self, compiler: KernelCompiler) -> bool:
         """Compile the kernels that steps will launch, many at once. Nothing runs. Return True if
-        all were compiled. Stages whose layers communicate leave out those of large steps: their
-        collectives would run. Their kernels are compiled in the profile."""
+        all were compiled. Those of large steps are left out, and compiled in the profile, where
+        torch's operations would run: the collectives of tensor-parallel stages, and the look-up of
+        slots, by experts that no router has chosen."""
         # Imports Triton, which a CPU daemon does not need.
         from worker_daemon.kernels.compile_ahead import compiling_ahead
 
         with self._capturing(), compiling_ahead(compiler) as batch:
             subset, limits = self.runner.eager.compile_subset(), self.runner.state.limits
-            if not self._parts.communicates:
+            stage = self._parts.stage
+            if self._parts.parallel.tp_size == 1 and stage.expert_slots is None:
                 # First, as kernels of large steps take the longest. The profile's cache of two
                 # blocks does not limit them, since nothing runs.
                 self._launch_layers(subset, replace(limits, num_blocks=limits.max_num_seqs + 1))
@@ -233,6 +235,8 @@ class Serving:
                 dtype=self._parts.dtype,
                 device=self._parts.device,
             )
+            if self._parts.experts is not None:
+                self._parts.experts.begin(hidden.shape[0], reaches_peers=False)
             program.launch_layers(hidden, np.array(counts, np.int32), np.array(lengths, np.int32))
 
     def estimate_graphs(self, used_bytes: Callable[[], int]) -> int:

@@ -15,9 +15,11 @@ import torch
 
 from rpc_schema.errors import CommError
 from tests.support.waiting import wait_until
+from worker_daemon.contracts.experts import RoutedTokens
 from worker_daemon.contracts.layer_ops import Norm, NormedSum
 from worker_daemon.contracts.window import Window
 from worker_daemon.distributed import link
+from worker_daemon.distributed.ep import ReplicaExperts
 from worker_daemon.distributed.link import Link, RendezvousPoint
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.pp import STATUS_OK, HopShape, StageInbound, StageOutbound
@@ -327,6 +329,78 @@ def reduce_by_size(rank, faults, seed):
         expected = sum_and_norm(source._replace(part=total))
         right &= all(map(torch.equal, results, expected))
     return tp.all_reduce_name, reducer.count - tried, right
+
+
+class LibraryExchange:
+    """Exchanges few rows as kernels would, but over the group's library; counts them."""
+
+    def __init__(self, group, fault):
+        self.group, self.fault, self.count = group, fault, 0
+
+    def most_rows(self, hidden_size, top_k, dtype):
+        return 4
+
+    def gather(self, x, routed, num_rows):
+        self.count += 1
+        missing = num_rows - x.shape[0]
+        tokens = self._all(torch.nn.functional.pad(x, (0, 0, 0, missing)))
+        experts = self._all(torch.nn.functional.pad(routed.experts, (0, 0, 0, missing), value=-1))
+        weights = self._all(torch.nn.functional.pad(routed.weights, (0, 0, 0, missing)))
+        return tokens, RoutedTokens(experts + (self.fault == "wrong experts"), weights)
+
+    def sum_rows(self, total):
+        sums = total.clone()
+        torch.distributed.all_reduce(sums, group=self.group)
+        return sums.chunk(self.group.size())[self.group.rank()] + (self.fault == "wrong sums")
+
+    def _all(self, own):
+        parts = [torch.empty_like(own) for _ in range(self.group.size())]
+        torch.distributed.all_gather(parts, own.contiguous(), group=self.group)
+        return torch.cat(parts)
+
+
+def exchange_by_size(rank, faults, seed):
+    """Exchanges of replicas that share experts, where each rank's windows have a fault or none.
+
+    Returns (name, the most tokens of a graph, how many exchanges the windows took, whether every
+    result was right).
+    """
+    state, group = Member.state, Member.link.groups.stage
+    place, size = state.tp_rank, state.tp_size
+    windows = LibraryExchange(group, faults[place])
+
+    def make(window):
+        if windows.fault == "cannot be made":
+            raise OSError("no compiler")
+        return windows
+
+    if "cannot be made" in faults and windows.fault == "":  # its peer never sends
+        windows.gather = lambda x, routed, num_rows: (x.repeat(size * num_rows, 1), routed)
+        windows.sum_rows = lambda total: total
+    experts = ReplicaExperts(ParallelState(1, 1, place, size, lockstep=True), make)
+    experts.bind(group, FakePeers(place, size))
+    tried, right = windows.count, True
+    generator = torch.Generator().manual_seed(seed)
+    for num_tokens in (1, 4, 5, 9):
+        experts.begin(num_tokens)
+        counts = [num_tokens, *(torch.randint(num_tokens + 1, (size - 1,), generator=generator))]
+        tokens = torch.randint(-9, 9, (size, num_tokens, 8), generator=generator).float()
+        chosen = torch.randint(size, (size, num_tokens, 2), generator=generator, dtype=torch.int32)
+        weights = torch.randint(1, 5, (size, num_tokens, 2), generator=generator).float()
+
+        def multiply(x, routed):
+            """The rank's one expert multiplies by 1 + its number."""
+            own = (routed.weights * (routed.experts == place)).sum(1, keepdim=True)
+            return x * own * (1 + place)
+
+        count = int(counts[place])
+        routed = RoutedTokens(chosen[place, :count], weights[place, :count])
+        sums = experts.run(tokens[place, :count], routed, multiply)
+        factors = (weights[place] * (1 + chosen[place])).sum(1, keepdim=True)
+        right &= torch.equal(sums, (tokens[place] * factors)[:count])
+        experts.end()
+    most = experts.most_graphed(8, 2, torch.float32)
+    return experts.name, most, windows.count - tried, right
 
 
 def receive_until_broken(rank):

@@ -99,6 +99,15 @@ def test_short_messages_are_reduced_over_windows_only_where_all_ranks_can(connec
     assert outcomes == [expected] * 2
 
 
+@pytest.mark.parametrize("fault", ["", "wrong sums", "wrong experts", "cannot be made"])
+def test_few_rows_are_exchanged_over_windows_only_where_all_ranks_can(connected, fault):
+    pool = connected(1, 2)
+    outcomes = pool.run(2, "exchange_by_size", ["", fault], 12)
+    ways, most, count = ("gloo", 0, 0) if fault else ("peer memory for few tokens, gloo", 4, 2)
+    name = f"all-gather and reduce-scatter of 2 ranks, {ways}"
+    assert outcomes == [(name, most, count, True)] * 2
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_steps_in_flight_survive_random_delays(connected, seed):
     pool = connected(3, 1)

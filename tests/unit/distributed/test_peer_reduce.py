@@ -32,12 +32,12 @@ def windows(tmp_path):
     return make
 
 
-def start(rank, size, path, seed, calls):
+def start(rank, size, path, seed, calls, script="interpreted_peer_reduce.py"):
     environment = dict(os.environ)
     environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     words = [rank, size, path, seed, calls]
     return subprocess.Popen(
-        [sys.executable, str(HERE / "interpreted_peer_reduce.py"), *map(str, words)],
+        [sys.executable, str(HERE / script), *map(str, words)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

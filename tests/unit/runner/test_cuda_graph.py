@@ -37,6 +37,7 @@ from worker_daemon.runner.proposal_graphs import (
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.row_tables import RowTables, TorchRowKernels
 from worker_daemon.runner.scheduled_step import StepLimits
+from worker_daemon.runner.shared_ladder import SharedLadder
 from worker_daemon.runner.slot_bitmap import slot_bitmap
 from worker_daemon.runner.stage_program import EagerProgram
 from worker_daemon.runner.staging import HostStaging
@@ -153,12 +154,13 @@ def graphs(monkeypatch):
 class Rank:
     """One stage with its own rows."""
 
-    def __init__(self, config, layers, index, num_stages, graphs=None, parts=()):
-        """parts: types of further ones."""
+    def __init__(self, config, layers, index, num_stages, graphs=None, parts=(), exchange=None):
+        """parts: types of further ones. exchange: of experts, with other replicas."""
+        self.exchange = exchange
         is_first, is_last = index == 0, index == num_stages - 1
         stage = build_stage(
             config, layers, is_first, is_last, SingleRank(), torch.float32, CPU, 64,
-            TensorAttention(), TorchOps(),
+            TensorAttention(), TorchOps(), replica_experts=exchange,
         )  # fmt: skip
         for name, view in stage.checkpoint_views().items():
             generator = torch.Generator().manual_seed(sum(name.encode()))
@@ -186,6 +188,7 @@ class Rank:
             self.state.parts,
             HostStaging() if keeps else None,
             stage.new_logits(largest_shape(LIMITS).num_samples) if is_last else None,
+            shares_experts=exchange is not None,
         )
         if graphs is not None:
             self.capture(graphs, is_first)
@@ -195,9 +198,11 @@ class Rank:
         graphs.append(recorded)
         mixed = mixed_plans(LIMITS.max_num_seqs, 64, 40, max_num_samples=LIMITS.max_num_samples)
         ladder = StepLadder(decode_sizes(LIMITS.max_num_seqs), lambda size: [12, 40], mixed)
+        if self.exchange is not None:
+            ladder = SharedLadder(ladder.plans, self.stage.most_graphed)
         arriving = 0 if is_first else max(plan.shape.num_tokens for plan in ladder.plans)
         arrived = torch.zeros(arriving, HIDDEN)
-        self.program = GraphedProgram(recorded, arrived, GraphRecorder(None))
+        self.program = GraphedProgram(recorded, arrived, GraphRecorder(None), self.exchange)
         plans = self.inputs.with_parts(ladder.plans)
         self.program.capture(plans, self.inputs.padding)
         self.inputs.pad_by(ladder, plans)

@@ -2,6 +2,7 @@
 random mixes of steps, idle replicas, deferred sampling, refused steps and failures."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from row_steps import NaiveRows, Plan, StepGenerator, encode
 from rpc_schema.errors import InvalidStepError, PrecededByError
 from rpc_schema.step import SampleTokens
 from worker_daemon.contracts.attention import AttentionMetadata
+from worker_daemon.contracts.experts import RoutedTokens
 from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.distributed import ep
 from worker_daemon.distributed.link import Link
@@ -32,9 +34,10 @@ from worker_daemon.runner.row_tables import RowTables, TorchRowKernels
 from worker_daemon.runner.sample_rows import SamplingInputs
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.shared_experts import SharedExperts
+from worker_daemon.runner.shared_ladder import SharedLadder
 from worker_daemon.runner.stage_program import StageOutput
 from worker_daemon.runner.staging import HostStaging
-from worker_daemon.runner.step_layout import ExactShapes
+from worker_daemon.runner.step_layout import ExactShapes, StepLadder, mixed_plans
 from worker_daemon.runner.token_history import TokenHistory
 from worker_daemon.sample.sampler import TorchSampling
 from worker_host.draft_counts import DraftCounts
@@ -58,6 +61,10 @@ MODEL = {
     "mlp_only_layers": [1],
 }
 SHARED_LAYERS = LAYERS - 1
+ROW_BYTES = 4 * (HIDDEN + 2 * 2)
+"""Those of a token, its experts and their weights."""
+DECODE_SIZES = [1, 2, 8]
+MIXED_SIZES = {"exact": [], "few": [4], "all": [4, 8, 24, 40]}
 FATES = ("refused", "build", "attend", "choose")
 """Why a replica's own step may fail: before it begins, and before, between and behind exchanges."""
 
@@ -66,12 +73,37 @@ class Injected(Exception):
     """What fails."""
 
 
+def ladder_of(kind):
+    """The ladder of a step's sizes: none; with room for few steps; with plans for all."""
+    if kind == "exact":
+        return ExactShapes()
+    few = kind == "few"
+    longest = 20 if few else LIMITS.max_model_len
+    mixed = mixed_plans(
+        LIMITS.max_num_seqs, 40, longest, 1, MIXED_SIZES[kind], LIMITS.max_num_samples
+    )
+    ladder = StepLadder(DECODE_SIZES, lambda size: [longest // 2, longest], mixed)
+    return SharedLadder(ladder.plans, most_tokens=40)
+
+
+def padded(kind, num_tokens, are_decodes):
+    """The size of a step in which the replica with the most has so many tokens."""
+    if kind == "exact" or not num_tokens:
+        return num_tokens
+    sizes = [*(DECODE_SIZES if are_decodes else ()), *MIXED_SIZES[kind]]
+    return next((size for size in sizes if size >= num_tokens), num_tokens)
+
+
 class Replica:
     """The runner of one replica, whose exchanges reach nobody."""
 
-    def __init__(self, rng, dp_rank, dp_size):
+    def __init__(self, rng, dp_rank, dp_size, ladder, made):
+        """ladder: pads steps, and has plans with graphs; made: notes the exchanges of graphs."""
         self.rng, self.fails_at, self.num_layers = rng, "", 0
-        exchange = ep.ReplicaExperts(ParallelState(1, 1, dp_rank, dp_size, lockstep=True))
+        self.num_graphs, self.made = 0, made
+        self.exchange = exchange = ep.ReplicaExperts(
+            ParallelState(1, 1, dp_rank, dp_size, lockstep=True)
+        )
         config = replace(parse_model_config(MODEL), expert_parallel=True)
         self.decoder = build_stage(
             config, range(LAYERS), True, False, SingleRank(), torch.float32, CPU, 64,
@@ -81,7 +113,8 @@ class Replica:
         parts = make_parts(LIMITS, CPU, TorchSampling())
         self.state = RequestState(LIMITS, parts, ReplicaCounts(dp_rank, dp_size))
         tables = RowTables(LIMITS, CPU, TorchRowKernels())
-        inputs = InputBuilder(self.state, tables, HostStaging(), ExactShapes())
+        inputs = InputBuilder(self.state, tables, HostStaging(), ladder)
+        self.plans = getattr(ladder, "plans", ())
         history = TokenHistory()
         replies = StepReplies(Link(1, CPU), history, DraftCounts(), is_output_rank=True)
         stage = SoleStage(inputs, parts, self, replies, torch.zeros(0, HIDDEN))
@@ -113,7 +146,12 @@ class Replica:
         """The program's."""
         self.reach("build")
         self.num_layers = 0
-        count, nothing = inputs.num_tokens, torch.empty(0, dtype=torch.int32)
+        count, nothing = inputs.plan.shape.num_tokens, torch.empty(0, dtype=torch.int32)
+        if inputs.plan in self.plans and self.exchange.has_size_of(count):
+            self.num_graphs += 1
+            assert count >= inputs.num_tokens
+            self.exchange.replay(partial(self.recorded, count))
+            return self.chosen(inputs, torch.zeros(count, HIDDEN))
         metadata = AttentionMetadata(
             torch.tensor([0, count], dtype=torch.int32),
             *[nothing] * 5,
@@ -126,6 +164,15 @@ class Replica:
         hidden = torch.zeros(count, HIDDEN)
         positions = torch.zeros(count, dtype=torch.int64)
         hidden = self.decoder.forward(hidden, positions, (), [metadata] * LAYERS)
+        return self.chosen(inputs, hidden)
+
+    def recorded(self, count):
+        """Make a graph's exchanges: those of its capture."""
+        for _ in range(SHARED_LAYERS):
+            self.made.append(("gather", self.exchange.size * count * ROW_BYTES))
+            self.made.append(("reduce", self.exchange.size * count * HIDDEN))
+
+    def chosen(self, inputs, hidden):
         self.reach("choose")
         num_samples = inputs.sample_rows.slots_np.size
         greedy = torch.zeros(num_samples, dtype=torch.int64)
@@ -180,22 +227,37 @@ def step_all(replicas, made, requests):
     return by_replica[0], raised
 
 
+def test_kernels_are_compiled_without_peers(made):
+    """For as many rows as they would bring."""
+    exchange = ep.ReplicaExperts(ParallelState(1, 1, 1, 3, lockstep=True))
+    x, experts, rows = torch.randn(5, HIDDEN), torch.zeros(5, 2, dtype=torch.int32), []
+    exchange.begin(7, reaches_peers=False)
+    routed = RoutedTokens(experts, experts.float())
+    result = exchange.run(x, routed, lambda x, _: rows.append(x.shape[0]))
+    assert (result.shape, rows, made) == (x.shape, [21], [])
+
+
 def counts_frame(counts):
     return np.array(counts, "<i4").tobytes()
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3])
-def test_all_replicas_make_the_same_exchanges_whatever_becomes_of_a_step(made, num_replicas):
+@pytest.mark.parametrize("kind", ["exact", "few", "all"])
+def test_all_replicas_make_the_same_exchanges_whatever_becomes_of_a_step(made, num_replicas, kind):
     """The link stays after such failures, so nobody may wait for an exchange."""
     seed = int(np.random.default_rng().integers(1 << 30))
     rng = np.random.default_rng(seed)
     print(f"seed {seed}")
     num_failed = dict.fromkeys(FATES, 0)
-    num_runs = num_sampled = 0
-    while num_runs < 10 or not (num_sampled and all(num_failed.values())):
+    num_runs = num_sampled = num_graphs = 0
+    expected_fates = [fate for fate in FATES if kind != "all" or fate != "attend"]
+    while num_runs < 10 or not (num_sampled and all(num_failed[fate] for fate in expected_fates)):
         num_runs += 1
         assert num_runs < 200, (num_failed, num_sampled)
-        replicas = [Replica(rng, place, num_replicas) for place in range(num_replicas)]
+        ladder = ladder_of(kind)
+        replicas = [
+            Replica(rng, place, num_replicas, ladder, made) for place in range(num_replicas)
+        ]
         seq, has_failed = 0, [False] * num_replicas
         for _ in range(12):
             seq += 1
@@ -212,7 +274,8 @@ def test_all_replicas_make_the_same_exchanges_whatever_becomes_of_a_step(made, n
             exchanges, raised = step_all(replicas, made, requests)
             most = max(num_tokens for _, num_tokens in counts)
             assert len(exchanges) == (2 * SHARED_LAYERS if most else 0)
-            rows = num_replicas * most
+            are_decodes = all(num_seqs == num_tokens for num_seqs, num_tokens in counts)
+            rows = num_replicas * padded(kind, most, are_decodes)
             reduced = [size for kind, size in exchanges if kind == "reduce"]
             assert reduced == [rows * HIDDEN] * (SHARED_LAYERS if most else 0)
             if raised[failing] in (Injected, InvalidStepError) and not has_failed[failing]:
@@ -238,3 +301,5 @@ def test_all_replicas_make_the_same_exchanges_whatever_becomes_of_a_step(made, n
             later[sampling] = SampleTokens(epoch=1, link=1, seq=seq, step_seq=step_seq), []
             assert step_all(replicas, made, later) == ([], [None] * num_replicas)
             num_sampled += 1
+        num_graphs += sum(replica.num_graphs for replica in replicas)
+    assert (num_graphs > 0) == (kind != "exact")

@@ -124,12 +124,14 @@ def test_each_replica_knows_the_passes_of_all():
             tokens_by_replica=tuple(own.tobytes() for own in rows),
         )
         found = read_replicas(message, state)
-        for own, counts in zip(rows, zip(*found, strict=True), strict=False):
+        assert not any(each.are_decodes for each in found)
+        by_replica = zip(*(each.counts for each in found), strict=True)
+        for own, counts in zip(rows, by_replica, strict=False):
             slots, zeros = np.arange(own.size, dtype=np.int32), np.zeros_like(own)
             passes = plan_passes(3, RecomputedRows(slots, zeros, own, {}), most)
             expected = [each.total_num_tokens for each in passes]
             assert [*counts] == expected + [0] * (len(found) - len(expected))
-        assert all(map(any, found))
+        assert all(any(each.counts) for each in found)
 
 
 def test_rows_have_their_prompt_and_what_follows_it(state):
