@@ -352,8 +352,8 @@ class StepsInFlight:
         self._fail_from(0, self._new_failure(error, rank, ErrorCode.COMM))
 
     def revive(self) -> None:
-        """Begin again with another daemon in the dead one's place. No row is left; futures of
-        earlier steps, or the next step, report the losses."""
+        """Begin again with another daemon in the dead one's place. No row is left, and no block has
+        its contents on all ranks; futures of earlier steps, or the next step, report it."""
         failure = self._latest if self._state.has_failure else None
         self._state.apply(Change.RANK_REPLACED)
         self._recently_done.clear()
@@ -365,8 +365,7 @@ class StepsInFlight:
         self._num_failures += 1
         left = failure.mended(self._num_failures)
         left.lost |= lost
-        if left.lost or left.futures:  # otherwise there is nothing to report
-            self._tell_next(left)
+        self._tell_next(left)
 
     def _fail_by_reply(self, reply: ErrorReply, error: WorkerError) -> None:
         suspect = self._state.suspect

@@ -93,3 +93,38 @@ def test_new_rank_that_tells_of_its_end_is_waited_out(lost):
     assert serves(driver)
     third.join()
     assert doomed.operations.count("LoadModel") == 1
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_cached_prefixes_go_with_a_rank_that_dies_while_the_group_is_idle(fakes, connect, looks):
+    """No step fails for its death, and no request has a row; but its successor has no KV."""
+    daemons = fakes(2)
+    group = connect(daemons, 2)
+    group.attach()
+    model = group.prepare(worker_config(2))
+    limits = SchedulerLimits(4, 64, model.max_model_len, model.num_blocks, model.block_size, 2)
+    line, replaced = Line(daemons), []
+
+    def recover(died: WorkerDied) -> None:
+        line.follow()
+        group.replace(died.rank, within_s=60.0)
+        replaced.append(died.rank)
+
+    driver = Driver(group, Scheduler(limits), recover=recover)
+    prompt = np.arange(2 * model.block_size + 1, dtype=np.int32) % 9
+
+    def cached(daemon: FakeDaemon, name: str) -> int:
+        """Tokens that a request began with when it was served."""
+        first = len(daemon.executes)
+        driver.add_request(GenerationRequest(name, prompt, max_tokens=3))
+        (output,) = driver.run()
+        assert output.token_ids == reference_tokens(prompt, 3, frozenset())
+        admitted = [new for step in daemon.executes[first:] for new in step.scheduled_new_reqs]
+        return admitted[-1].num_computed_tokens
+
+    assert [cached(daemons.daemons[0], name) for name in "ab"] == [0, 2 * model.block_size]
+    line.end()
+    while looks and not replaced:
+        driver.look()
+    assert [cached(daemons.daemons[0], name) for name in "cd"] == [0, 2 * model.block_size]
+    assert replaced == [1]
