@@ -51,8 +51,12 @@ class Checksums(Protocol):
         """U."""
 
     def of(self, rows: Tensor, sums: Tensor) -> None:
-        """Write those of rows, int32 [n, W], or int32 [n, R] for blocks that arrive, to sums, int64
-        [n, U]. Never waits for the device."""
+        """Write those of rows, int32 [n, W], to sums, int64 [n, U]. Never waits for the device."""
+
+    def deliver(self, rows: Tensor, block_ids: Tensor, pages: BlockPages, sums: Tensor) -> None:
+        """Copy rows that have arrived, int32 [n, R], to blocks int32 [n] of a KV cache, no two of
+        them the same, and write their checksums to sums, int64 [n, U]: of a connector that keeps
+        these behind the words, less those. Never waits for the device."""
 
 
 def staging_rows(block_bytes: int) -> int:
@@ -170,8 +174,7 @@ class BlockStaging:
                     arrive(part, rows)
                     if not number:
                         lane.await_steps(buffer)
-                    self._checksums.of(rows, sums[part])
-                    self._pages.scatter(rows[:, : self._num_words], ids[part])
+                    self._checksums.deliver(rows, ids[part], self._pages, sums[part])
         with lane.ending():
             settle(sums)
             are_bad = sums.any(dim=1) | ~held
@@ -196,6 +199,5 @@ class BlockStaging:
         self._pages.gather(ids, blocks)
         sums = rows.new_empty((1, self._checksums.count), dtype=torch.int64)
         self._checksums.of(blocks, sums)
-        self._checksums.of(rows, sums)
-        self._pages.scatter(blocks, ids)
+        self._checksums.deliver(rows, ids, self._pages, sums)
         self._pages.poison(ids, sums.zero_().any(dim=1))
