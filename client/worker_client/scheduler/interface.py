@@ -243,6 +243,8 @@ class SchedulerLimits:
     """Slots of the ranks' host tier; 0: there is none."""
     has_kv_files: bool = False
     """The ranks keep files of KV blocks."""
+    max_stored_ahead: int = 0
+    """Most blocks that a step stores in the host tier before they are evicted; 0: none."""
 
     @property
     def shares_prefixes(self) -> bool:

@@ -46,6 +46,7 @@ from worker_client.scheduler.request_queues import RequestQueues, Urgency, by_pr
 from worker_client.scheduler.sampling_weights import SamplingWeights
 from worker_client.scheduler.step_budget import Clock, StepBudget
 from worker_client.scheduler.step_results import StepResults
+from worker_client.scheduler.stores_ahead import StoresAhead
 from worker_client.scheduler_output import (
     SchedulerOutput,
     StepResult,
@@ -115,7 +116,10 @@ class Scheduler:
         self._queues = RequestQueues(self._blocks, self._groups, most, urgency)
         self._loads: PrefixLoads | None = None
         if self._outside.tier is not None:
-            self._loads = PrefixLoads(self._outside, self._queues, self._blocks)
+            self._loads = PrefixLoads(self._outside, self._queues, self._blocks, clock)
+        self._stores_ahead: StoresAhead | None = None
+        if limits.max_stored_ahead and self._outside.tier and self._pool.ranked:
+            self._stores_ahead = StoresAhead(limits, self._pool, self._pool.ranked, self._outside)
         self._steps = OpenSteps(self._step_budget, self._draft_lengths)
         self._exits = RequestExits(self._queues, self._prefixes, self._weights, self._draft_lengths)
         self._results = StepResults(self._queues, self._prefixes, self._exits, self._draft_lengths)
@@ -256,7 +260,7 @@ class Scheduler:
             self._overdue += self._updates.end_aborting()
         loads = self._loads
         if loads is not None:
-            loads.end_arrived()
+            loads.end_arrived(len(self._steps.numbers))
         step = self._plan()
         if step.is_empty and loads is not None and loads.is_loading and not self._steps.numbers:
             loads.end_all()
@@ -304,6 +308,8 @@ class Scheduler:
                 # yet: ids without a row are ignored.
                 preempted = [*preempted, request.id]
                 request.needs_admission = False
+        if self._stores_ahead is not None:
+            self._stores_ahead.plan()
         brought = step.take_drafts()
         decoded = self._groups.commit(number, step.group, step.decodes, step.drafts)
         for req_id, count in step.prefills.items():
@@ -344,6 +350,8 @@ class Scheduler:
             self._exits.give_up_blocks(result.invalid_blocks)
         if result.arrived_blocks:
             self._outside.have_arrived(result.arrived_blocks)
+        if self._loads is not None:
+            self._loads.note_result()
         if result.weights_version != self._weights.version:
             self._weights.set_version(result.weights_version, self._queues.unfinished.values())
         done += self._results.take(result)
@@ -457,9 +465,10 @@ class Scheduler:
         return self._outside.restore_tier(slots)
 
     def forget_host_tier(self) -> None:
-        """Drop what is in host memory; see TieredScheduler."""
+        """Drop what is in host memory; see TieredScheduler. A rank that has lost it has lost its KV
+        cache, too: nothing of that may be stored as what it was."""
         self._outside.forget_tier()
-        self._end_loads()
+        self.forget_prefixes()
 
     @property
     def has_kv_files(self) -> bool:

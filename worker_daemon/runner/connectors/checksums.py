@@ -4,7 +4,9 @@ Shapes: n blocks, W int32 words of a block on this rank, U parts.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -14,12 +16,14 @@ from torch import Tensor
 
 from worker_daemon.contracts.arrays import Int64s
 from worker_daemon.contracts.block_kernels import BlockKernels, PageShape
+from worker_daemon.runner.kv_cache import BlockPages
 
 WORD_BYTES: Final = 4
 CHECKSUM_WORDS: Final = 2
 """Words of a checksum, an int64."""
 
 _Hashes: TypeAlias = npt.NDArray[np.uint8]
+_Factors: TypeAlias = npt.NDArray[np.uint64]
 
 
 class PageSection(NamedTuple):
@@ -87,6 +91,18 @@ class BlockParts(NamedTuple):
         """Words of a block's checksums."""
         return CHECKSUM_WORDS * self.num_parts
 
+    def divided(self, counts: Sequence[int]) -> "BlockParts":
+        """Return the same parts in sections of so many pages each, all those of a block. The pages
+        of each section are alike."""
+        alike = [each for each in self.sections for _ in range(each.num_pages)]
+        assert sum(counts) == len(alike), "parts of other pages"
+        ends = accumulate(counts)
+        sections = (
+            alike[end - count]._replace(num_pages=count)
+            for count, end in zip(counts, ends, strict=True)
+        )
+        return BlockParts(tuple(sections))
+
     def by_page(self, rows: Tensor) -> list[Tensor]:
         """View rows [n, W or more] as [n, pages, words of a page], by section."""
         sizes = [section.num_words for section in self.sections]
@@ -148,6 +164,23 @@ class BlockChecksums:
         device."""
         self._kernels.sum_parts(rows, self._keys, self._shape, sums)
 
+    def deliver(self, rows: Tensor, block_ids: Tensor, pages: BlockPages, sums: Tensor) -> None:
+        """See Checksums."""
+        self.of(rows, sums)
+        pages.scatter(rows, block_ids)
+
+
+class _KeyedSection(NamedTuple):
+    """A section, and its place among others."""
+
+    shape: PageShape
+    keys: Tensor
+    """int64 [words of a page]"""
+    words: slice
+    parts: slice
+    stored: slice
+    """Words of the parts' checksums, behind the words of a block."""
+
 
 class PartChecksums:
     """A checksum of each part of a block, as BlockChecksums makes one of a row, plus the number of
@@ -157,9 +190,23 @@ class PartChecksums:
     def __init__(self, parts: BlockParts, kernels: BlockKernels, device: torch.device) -> None:
         self.count = parts.num_parts
         """U."""
-        self._parts = parts
         self._kernels = kernels
-        self._keys = [torch.from_numpy(each.keys()).to(device) for each in parts.sections]
+        self._num_words = parts.num_words
+        self._sections = [
+            _KeyedSection(
+                section.page_shape,
+                torch.from_numpy(section.keys()).to(device),
+                slice(word - section.num_words, word),
+                slice(part - section.num_parts, part),
+                slice(CHECKSUM_WORDS * (part - section.num_parts), CHECKSUM_WORDS * part),
+            )
+            for section, word, part in zip(
+                parts.sections,
+                accumulate(section.num_words for section in parts.sections),
+                accumulate(section.num_parts for section in parts.sections),
+                strict=True,
+            )
+        ]
         numbers = [
             np.repeat(own, section.num_heads)
             for section, own in zip(parts.sections, parts.page_numbers(), strict=True)
@@ -169,16 +216,18 @@ class PartChecksums:
 
     def of(self, rows: Tensor, sums: Tensor) -> None:
         """Write those of rows, int32 [n, W], to sums, int64 [n, U], without the numbers of pages.
-        If rows have checksums behind their W words, these are subtracted. Never waits for the
-        device."""
-        word, part, num_words = 0, 0, self._parts.num_words
-        stored = rows[:, num_words:] if rows.shape[1] > num_words else None
-        for section, keys in zip(self._parts.sections, self._keys, strict=True):
-            own, end = rows[:, word : word + section.num_words], part + section.num_parts
-            before = None if stored is None else stored[:, 2 * part : 2 * end]
-            shape, target = section.page_shape, sums[:, part:end]
-            self._kernels.sum_parts(own, keys, shape, target, before)
-            word, part = word + section.num_words, end
+        Never waits for the device."""
+        for shape, keys, words, parts, _ in self._sections:
+            self._kernels.sum_parts(rows[:, words], keys, shape, sums[:, parts])
+
+    def deliver(self, rows: Tensor, block_ids: Tensor, pages: BlockPages, sums: Tensor) -> None:
+        """See Checksums. From the sums, the checksums behind the words of rows are subtracted."""
+        stored = rows[:, self._num_words :]
+        for (shape, keys, words, parts, before), (target, _) in zip(
+            self._sections, pages.sections, strict=True
+        ):
+            own, found = rows[:, words], sums[:, parts]
+            self._kernels.deliver(own, block_ids, target, keys, shape, found, stored[:, before])
 
     @property
     def page_numbers(self) -> Tensor:
@@ -192,9 +241,15 @@ def numbers_of(hashes: _Hashes) -> Int64s:
     whole = np.zeros((num, -(-width // 8) * 8), np.uint8)
     whole[:, :width] = hashes
     words = whole.view(np.uint64)
-    factors = named_keys("hash", words.shape[1]).view(np.uint64)
-    numbers: Int64s = (words * factors).sum(axis=1, dtype=np.uint64).view(np.int64)
+    numbers: Int64s = (
+        (words * _hash_factors(words.shape[1])).sum(axis=1, dtype=np.uint64).view(np.int64)
+    )
     return numbers
+
+
+@cache
+def _hash_factors(count: int) -> _Factors:
+    return named_keys("hash", count).view(np.uint64)
 
 
 def digest(*fields: bytes | Sequence[bytes]) -> bytes:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rpc_schema.moved_blocks import MAX_MOVED_BLOCKS
 from worker_daemon.contracts.arrays import Bools, Int32s
 from worker_daemon.device.pinned import download, upload
-from worker_daemon.device.transfers import DEPTH, CopyTimes, LoadLane, TransferOrder
+from worker_daemon.device.transfers import BESIDE_DEPTH, DEPTH, CopyTimes, LoadLane, TransferOrder
 from worker_daemon.runner.connectors.checksums import WORD_BYTES
 from worker_daemon.runner.connectors.interface import Loaded
 from worker_daemon.runner.kv_cache import BlockPages
@@ -22,8 +22,8 @@ from worker_daemon.runner.kv_cache import BlockPages
 STAGING_BYTES: Final = 64 << 20
 """Size of a staging buffer, or one block: blocks leave or arrive together, in copies long enough
 for the bus, and with few launches."""
-_LANES: Final = 3
-"""To the host, from there before a step, and from there beside steps."""
+_DEPTHS: Final = (DEPTH, DEPTH, BESIDE_DEPTH)
+"""Buffers of each lane: to the host, from there before a step, and from there beside steps."""
 _SUMS_BLOCKS: Final = 32
 """The checksums of the most blocks that a step moves are no larger than so many blocks."""
 
@@ -51,8 +51,12 @@ class Checksums(Protocol):
         """U."""
 
     def of(self, rows: Tensor, sums: Tensor) -> None:
-        """Write those of rows, int32 [n, W], or int32 [n, R] for blocks that arrive, to sums, int64
-        [n, U]. Never waits for the device."""
+        """Write those of rows, int32 [n, W], to sums, int64 [n, U]. Never waits for the device."""
+
+    def deliver(self, rows: Tensor, block_ids: Tensor, pages: BlockPages, sums: Tensor) -> None:
+        """Copy rows that have arrived, int32 [n, R], to blocks int32 [n] of a KV cache, no two of
+        them the same, and write their checksums to sums, int64 [n, U]: of a connector that keeps
+        these behind the words, less those. Never waits for the device."""
 
 
 def staging_rows(block_bytes: int) -> int:
@@ -63,7 +67,7 @@ def staging_rows(block_bytes: int) -> int:
 def staging_device_bytes(block_bytes: int) -> int:
     """Return the most device memory that a connector takes: staging buffers, checksums, and keys of
     twice the size of a block."""
-    return (_LANES * DEPTH * staging_rows(block_bytes) + _SUMS_BLOCKS + 2) * block_bytes
+    return (sum(_DEPTHS) * staging_rows(block_bytes) + _SUMS_BLOCKS + 2) * block_bytes
 
 
 class BlockStaging:
@@ -76,11 +80,13 @@ class BlockStaging:
         self._pages = pages
         self._order = TransferOrder(device)
         self._num_words = pages.block_bytes // WORD_BYTES
-        shape = (DEPTH, staging_rows(pages.block_bytes), self._num_words + tail_words)
+        shape = staging_rows(pages.block_bytes), self._num_words + tail_words
         self._outgoing, self._incoming, self._incoming_beside = (
-            torch.empty(shape, dtype=torch.int32, device=device) for _ in range(_LANES)
+            torch.empty((depth, *shape), dtype=torch.int32, device=device) for depth in _DEPTHS
         )
-        """int32 [DEPTH, P, R]"""
+        """int32 [buffers, P, R]"""
+        self._next_outgoing = 0
+        """The buffer that was filled the longest ago."""
         self._checksums = checksums
         if device.type == "cuda":
             self._compile()
@@ -98,7 +104,9 @@ class BlockStaging:
     def store(self, block_ids: Int32s, leave: Leave) -> None:
         """Let blocks [S] leave, as the steps launched so far have left them."""
         stores, ids = self._order.stores, upload(block_ids, self._pages.device)
-        for buffer, part, rows in self._parts(block_ids.size, self._outgoing):
+        parts = self._parts(block_ids.size, self._outgoing, self._next_outgoing)
+        for buffer, part, rows in parts:
+            self._next_outgoing = (buffer + 1) % len(self._outgoing)
             with stores.gathering(buffer):
                 blocks = rows[:, : self._num_words]
                 self._pages.gather(ids[part], blocks)
@@ -154,28 +162,35 @@ class BlockStaging:
         settle: Settle,
     ) -> Loaded:
         device = buffers.device
-        with lane.loading():
+        with lane.beginning():
             ids, held = upload(block_ids, device), upload(are_held, device)
             sums = torch.empty(
                 (block_ids.size, self._checksums.count), dtype=torch.int64, device=device
             )
-            for buffer, part, rows in self._parts(block_ids.size, buffers):
-                with lane.copying(buffer):
+        parts = [*self._parts(block_ids.size, buffers)]
+        depth = len(buffers)
+        for buffer in range(min(depth, len(parts))):
+            with lane.through(buffer):
+                for number, (_, part, rows) in enumerate(parts[buffer::depth]):
                     arrive(part, rows)
-                self._checksums.of(rows, sums[part])
-                self._pages.scatter(rows[:, : self._num_words], ids[part])
-                lane.emptied(buffer)
+                    if not number:
+                        lane.await_steps(buffer)
+                    self._checksums.deliver(rows, ids[part], self._pages, sums[part])
+        with lane.ending():
             settle(sums)
             are_bad = sums.any(dim=1) | ~held
             self._pages.poison(ids, are_bad)
             found = download(are_bad)
         return Loaded(block_ids, [found], lane.end())
 
-    def _parts(self, count: int, buffers: Tensor) -> Iterator[tuple[int, slice, Tensor]]:
-        """Yield the parts of so many blocks, each with the number of its buffer and its rows."""
+    def _parts(
+        self, count: int, buffers: Tensor, begin: int = 0
+    ) -> Iterator[tuple[int, slice, Tensor]]:
+        """Yield the parts of so many blocks, each with the number of its buffer and its rows.
+        begin: the first buffer."""
         most = buffers.shape[1]
         for number, first in enumerate(range(0, count, most)):
-            part, buffer = slice(first, min(first + most, count)), number % DEPTH
+            part, buffer = slice(first, min(first + most, count)), (begin + number) % len(buffers)
             yield buffer, part, buffers[buffer, : part.stop - first]
 
     def _compile(self) -> None:
@@ -185,6 +200,5 @@ class BlockStaging:
         self._pages.gather(ids, blocks)
         sums = rows.new_empty((1, self._checksums.count), dtype=torch.int64)
         self._checksums.of(blocks, sums)
-        self._checksums.of(rows, sums)
-        self._pages.scatter(blocks, ids)
+        self._checksums.deliver(rows, ids, self._pages, sums)
         self._pages.poison(ids, sums.zero_().any(dim=1))
