@@ -1,4 +1,5 @@
-"""The host tier: a KV connector whose other place is this rank's host memory (device/host_rows.py).
+"""The host tier: a KV connector whose other place is this rank's host memory (device/host_rows.py),
+or memory of its device that is no part of the KV cache (device/device_rows.py).
 What a slot holds, and whether a driver may be told, is in RequestState.host_contents.
 
 Shapes: S blocks to store, L blocks to load, W int32 words of a block on this rank, R those words
@@ -6,26 +7,40 @@ and the words of its checksums.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rpc_schema.config import CacheConfig, KVTierMemory
 from rpc_schema.host_tier import HostTierMoves, HostTierStatus
+from rpc_schema.kv_cache import KVPages, LatentPages
 from worker_daemon.contracts.arrays import Int32s
-from worker_daemon.device.host_rows import HostRows, PinProgress
+from worker_daemon.device.host_rows import PinProgress, TierRows
 from worker_daemon.device.pinned import upload
 from worker_daemon.device.transfers import CopyTimes
 from worker_daemon.models.weight_state import WeightState
 from worker_daemon.runner.block_contents import BlockContents, Hashes, versioned_tag
-from worker_daemon.runner.connectors.checksums import BlockParts, PartChecksums, numbers_of
+from worker_daemon.runner.connectors.checksums import (
+    CHECKSUM_WORDS,
+    WORD_BYTES,
+    BlockParts,
+    PartChecksums,
+    numbers_of,
+)
 from worker_daemon.runner.connectors.interface import NO_BLOCKS, Loaded
 from worker_daemon.runner.connectors.moved_bytes import MovedBytes
-from worker_daemon.runner.connectors.staging import Arrive, BlockStaging, Leave, Load
+from worker_daemon.runner.connectors.staging import (
+    Arrive,
+    BlockStaging,
+    Leave,
+    Load,
+    staging_rows,
+)
 from worker_daemon.runner.connectors.tier_index import TierIndex
 from worker_daemon.runner.kv_cache import BlockPages
 from worker_daemon.runner.request_state import RequestState
@@ -33,6 +48,26 @@ from worker_daemon.runner.scheduled_step import ScheduledStep
 
 _Add: TypeAlias = Callable[[slice, Callable[[], None] | None], None]
 """Takes some of a step's slots, and what waits until their blocks are there; None: they are."""
+
+_MOVE_BUFFERS: Final = 6
+"""Staging buffers that a move from another group's device memory takes at most (peer_copies.py)."""
+
+
+def tier_device_bytes(
+    cache: CacheConfig, pages: Sequence[KVPages | LatentPages], block_bytes: int
+) -> int:
+    """Return the most device memory that a tier takes beside its staging buffers: 0 for one in
+    host memory. pages: of a rank's layers. block_bytes: of a block there."""
+    if cache.kv_tier_memory != "device" or not cache.kv_host_memory_bytes or not pages:
+        return 0
+    smallest_part = min(
+        each.bytes_per_token // (each.num_kv_heads if isinstance(each, KVPages) else 1)
+        for each in pages
+    )
+    part_bytes = max(1, smallest_part * cache.block_size)
+    checksums = cache.kv_host_memory_bytes * CHECKSUM_WORDS * WORD_BYTES // part_bytes
+    moves = _MOVE_BUFFERS * staging_rows(block_bytes) * block_bytes
+    return cache.kv_host_memory_bytes + checksums + moves
 
 
 class Moves(NamedTuple):
@@ -65,12 +100,14 @@ class TierCounts:
     size_bytes: int
     """Without checksums."""
     copies: CopyTimes
+    memory: KVTierMemory = "host"
     num_stored: int = 0
     num_loaded: int = 0
     num_invalid: int = 0
     num_sent: int = 0
     """Written on the thread that sends to other groups."""
     num_received: int = 0
+    num_mapped: int = 0
     num_restored: int = 0
     num_rejected: int = 0
     file_bytes: int = 0
@@ -100,6 +137,8 @@ class TierCounts:
             loaded=MovedBytes(self.num_loaded * block_bytes, self.copies.in_s).status(),
             sent=self.sent.status(),
             received=self.received.status(),
+            memory=self.memory,
+            num_mapped=self.num_mapped,
         )
 
 
@@ -129,15 +168,16 @@ class HostTier:
     def __init__(
         self,
         pages: BlockPages,
-        memory: HostRows,
+        memory: TierRows,
         state: RequestState,
         weights: WeightState,
         parts: BlockParts,
         kept: KeptSlots | None = None,
+        place: KVTierMemory = "host",
     ) -> None:
         """pages: of the KV cache. memory: a row for each slot: a block, and its checksums. parts:
         of a block. kept: begin with what an earlier daemon has left in memory, and leave that to
-        the next one; None: memory ends with the daemon."""
+        the next one; None: memory ends with the daemon. place: of the memory, for its status."""
         self._host = memory.rows.view(torch.int32)
         """int32 [slots, R]"""
         self._memory = memory
@@ -153,7 +193,7 @@ class HostTier:
         """Loads whose outcomes are not counted yet."""
         size_bytes = len(self._host) * pages.block_bytes
         self.counts = TierCounts(
-            state.host_contents, memory.pinning, size_bytes, self._staging.times
+            state.host_contents, memory.pinning, size_bytes, self._staging.times, place
         )
         self._kept = kept
         if kept is not None:
