@@ -227,6 +227,8 @@ def run(endpoints: Sequence[str], options: argparse.Namespace) -> Iterator[tuple
     """Measure; yield the figures by name, as they come."""
     config, blocks = worker_config(options), options.num_blocks
     found: dict[str, float] = {}
+    sources = list[Driver]()
+    """The driver of the group that computes prompts."""
 
     @contextmanager
     def open_driver() -> Iterator[Driver]:
@@ -234,7 +236,9 @@ def run(endpoints: Sequence[str], options: argparse.Namespace) -> Iterator[tuple
             if options.device != "cpu":
                 wait_pinned(group)
             driver_options = DriverOptions(keeps_prefixes=False)
-            yield Driver(group, Scheduler(scheduler_limits(model, config)), options=driver_options)
+            scheduler = Scheduler(scheduler_limits(model, config))
+            sources.append(Driver(group, scheduler, options=driver_options))
+            yield sources[-1]
 
     def replica(rates: list[float], start: threading.Barrier) -> None:
         with opened(endpoints[1], config, blocks) as (group, model):
@@ -256,6 +260,13 @@ def run(endpoints: Sequence[str], options: argparse.Namespace) -> Iterator[tuple
         with PrefillThread(open_driver) as prefill:
             prefill.wait_opened()
             found["TTFT apart, ms"] = statistics.median(bench.ttft_ms(prefill))
+            held, computed = prefill.counts.held, [*sources[-1].timings.values()]
+            found["of that held for the other group, mean, ms"] = (
+                1e3 * held.total / sum(held.counts)
+            )
+            found["of that computed there, ms"] = statistics.median(
+                1e3 * (each.finished - each.added) for each in computed[1:]
+            )
             beside = bench.decode_itl_ms(prefill, options.prompt_every)
             percentiles(found, "ITL beside prompts of the other group:", beside.decode_itl_ms)
             found["prompts beside decodes"] = beside.num_tokens
