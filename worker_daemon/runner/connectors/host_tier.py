@@ -19,7 +19,7 @@ from torch import Tensor
 from rpc_schema.config import CacheConfig, KVTierMemory
 from rpc_schema.host_tier import HostTierMoves, HostTierStatus
 from rpc_schema.kv_cache import KVPages, LatentPages
-from worker_daemon.contracts.arrays import Int32s
+from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.device.host_rows import PinProgress, TierRows
 from worker_daemon.device.pinned import upload
 from worker_daemon.device.transfers import CopyTimes
@@ -187,6 +187,8 @@ class HostTier:
         self._device = pages.device
         self._checksums = PartChecksums(parts, pages.kernels, pages.device)
         self._staging = BlockStaging(pages, self._checksums, parts.checksum_words)
+        self._departures: Int64s = np.zeros(len(self._host), np.int64)
+        """By slot, the number of the part with which its block leaves or has left."""
         self.arrivals: deque[ReceivedBlocks] = deque()
         """Filled by the thread that receives from other groups (peers.py)."""
         self._unread: deque[Loaded] = deque()
@@ -264,10 +266,15 @@ class HostTier:
         self._staging.settle()
 
     @property
-    def have_left(self) -> Callable[[], bool]:
-        """Returns True if what was stored so far is in host memory: for any thread. It holds none
-        of the tier's memory."""
-        return self._staging.have_left
+    def have_left(self) -> Callable[[Int32s], bool]:
+        """Returns True if what was stored to these slots so far is there: for any thread. It holds
+        none of the tier's memory."""
+        departures, numbers = self._staging.departures, self._departures
+
+        def have_left(slots: Int32s) -> bool:
+            return bool(numbers[slots].max() <= departures.num_left())
+
+        return have_left
 
     def _moves_of(self, step: ScheduledStep) -> Moves | None:
         moves: Moves | None = self._state.parts.step_value(HostTierMoves, step.step_values)
@@ -307,6 +314,7 @@ class HostTier:
             sums += upload(numbers[part], self._device)[:, None]
             sums += self._checksums.page_numbers
             rows[:, self._parts.num_words :].copy_(sums.view(torch.int32))
+            self._departures[slots[part]] = self._staging.departures.num_leaving
             for row, slot, count in runs[part.start]:
                 target = self._host[slot : slot + count]
                 target.copy_(rows[row : row + count], non_blocking=True)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rpc_schema import kv_transfer as kt
 from rpc_schema.errors import FencedError, TransferError, WorkerError
+from worker_daemon.contracts.arrays import Int32s
 from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.device.side_stream import open_side_stream
 from worker_daemon.distributed.peer_channel import PeerChannel, PeerMeeting
@@ -56,6 +57,9 @@ _HEADER_BYTES: Final = len(_IS_HELD) + _NUMBER_BYTES + 32
 _STORE_WAIT_S: Final = 5.0
 """Longest wait for a step to store what is to be sent: moves behind it wait too."""
 _STORE_POLL_S: Final = 0.001
+_SHORT_WAIT_S: Final = 0.02
+_SHORT_POLL_S: Final = 0.0001
+"""Pauses at first: the step is behind the chunk that has just ended."""
 _LOOK_S: Final = 0.25
 """Interval at which a rank looks for the end of those whose memory it maps."""
 _END: Final = struct.Struct("<QQ")
@@ -83,7 +87,7 @@ class SharedSlots(NamedTuple):
     """uint8 [slots, bytes of a slot]: blocks with their checksums."""
     arrivals: deque[ReceivedBlocks]
     counts: TierCounts
-    have_left: Callable[[], bool]
+    have_left: Callable[[Int32s], bool]
     contents: BlockContents
     shared: SharedMemory | None = None
     """None: no other process maps the rows, nor this one theirs."""
@@ -479,10 +483,12 @@ class _PeerLink:
     def _await_stores(self, move: BlocksToMove) -> bool:
         """Return True once steps have stored all blocks; False if they have not in time."""
         until = time.monotonic() + min(_STORE_WAIT_S, self._timeout_s / 2)
-        while not (self._holds(move) and self._slots.have_left()):
-            if time.monotonic() >= until or self._is_closed:
+        patience = time.monotonic() + _SHORT_WAIT_S
+        while not (self._holds(move) and self._slots.have_left(move.slots)):
+            now = time.monotonic()
+            if now >= until or self._is_closed:
                 return False
-            time.sleep(_STORE_POLL_S)
+            time.sleep(_SHORT_POLL_S if now < patience else _STORE_POLL_S)
         return True
 
     def _holds(self, move: BlocksToMove) -> bool:

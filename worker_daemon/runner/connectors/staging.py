@@ -14,7 +14,7 @@ from torch import Tensor
 from rpc_schema.moved_blocks import MAX_MOVED_BLOCKS
 from worker_daemon.contracts.arrays import Bools, Int32s
 from worker_daemon.device.pinned import download, upload
-from worker_daemon.device.transfers import DEPTH, CopyTimes, LoadLane, TransferOrder
+from worker_daemon.device.transfers import DEPTH, CopyTimes, LoadLane, StoreLane, TransferOrder
 from worker_daemon.runner.connectors.checksums import WORD_BYTES
 from worker_daemon.runner.connectors.interface import Loaded
 from worker_daemon.runner.kv_cache import BlockPages
@@ -113,10 +113,9 @@ class BlockStaging:
         return self._order.times
 
     @property
-    def have_left(self) -> Callable[[], bool]:
-        """Returns True if what was stored so far is on the host: for any thread. It holds none of
-        the buffers."""
-        return self._order.stores.have_left
+    def departures(self) -> StoreLane:
+        """The way out, which numbers what leaves. It holds none of the buffers."""
+        return self._order.stores
 
     def mark_departure(self) -> Callable[[], None]:
         """Return a function that waits, on any thread, until what left so far is on the host. For
