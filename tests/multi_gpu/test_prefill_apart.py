@@ -27,11 +27,11 @@ CHANGES = {
     "gpu_memory_utilization": SHARED_GPU,
     "kv_tier_memory": "device",
     "kv_host_memory_bytes": 64 << 20,
-    "max_model_len": 320,
+    "max_model_len": 192,
     "max_num_batched_tokens": 64,
     "num_gpu_blocks": 400,
 }
-LENGTHS = (30, 300)
+LENGTHS = (30, 170)
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_blocks_of_another_gpu_give_the_same_tokens(model, source, destination, 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_the_death_of_either_side_between_two_moves(model, side):
     """What is mapped of the dead does no harm, and its successor has all the memory it needs."""
-    sent = Prompts(random.randrange(1 << 30), count=60, lengths=(150, 300))
+    sent = Prompts(random.randrange(1 << 30), count=60, lengths=(120, 170))
     both, drivers = (CHANGES,) * 2, []
     with started(model, 2) as daemons:
         recover = replaced(daemons)

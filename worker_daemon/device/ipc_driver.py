@@ -15,6 +15,7 @@ HANDLE_BYTES: Final = 64
 _LIBRARY = "libcuda.so.1"
 _LAZY_PEER_ACCESS = 1
 _OUT_OF_MEMORY = 2
+_LAUNCH = "cuMemcpyAsync"
 
 
 class _IpcMemHandle(ctypes.Structure):
@@ -29,7 +30,7 @@ _SIGNATURES: Final[Mapping[str, Sequence[type[Any]]]] = {
     "cuCtxPopCurrent_v2": (c_void_p,),
     "cuMemAlloc_v2": (c_void_p, c_size_t),
     "cuMemFree_v2": (c_uint64,),
-    "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
+    _LAUNCH: (c_uint64, c_uint64, c_size_t, c_void_p),
     "cuIpcGetMemHandle": (c_void_p, c_uint64),
     "cuIpcOpenMemHandle_v2": (c_void_p, _IpcMemHandle, c_uint),
     "cuIpcCloseMemHandle": (c_uint64,),
@@ -43,8 +44,10 @@ class IpcDriver:
     def __init__(self) -> None:
         """Raises TransferError if CUDA's driver is missing."""
         try:
-            library = ctypes.CDLL(_LIBRARY)
+            library, launcher = ctypes.CDLL(_LIBRARY), ctypes.PyDLL(_LIBRARY)
             self._functions = {name: library[name] for name in _SIGNATURES}
+            # It keeps the interpreter, which other threads would take after each of many copies.
+            self._functions[_LAUNCH] = launcher[_LAUNCH]
         except (OSError, AttributeError) as error:
             problem = f"memory cannot be shared with other processes: {error}"
             raise TransferError(
@@ -100,7 +103,7 @@ class IpcDriver:
 
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         """Start a copy on a stream. Raises TransferError."""
-        self._call("cuMemcpyAsync", target, source, num_bytes, stream)
+        self._call(_LAUNCH, target, source, num_bytes, stream)
 
     def _call(self, name: str, *arguments: object) -> None:
         _check(name, self._functions[name](*arguments))

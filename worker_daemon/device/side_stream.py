@@ -38,7 +38,8 @@ class CudaSideStream(SideStream):
     @contextmanager
     def running(self) -> Iterator[None]:
         torch.cuda.set_device(self._device)  # the current device is per thread
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        # Streams of one priority share hardware queues: copies would wait behind steps there.
+        self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             # A launch makes the context current, which set_device does not do for a first device:
             # calls of CUDA's driver need it.

@@ -54,12 +54,9 @@ _IS_HELD: Final = b"held"
 _IS_LACKING: Final = b"lack"
 _NUMBER_BYTES: Final = 8
 _HEADER_BYTES: Final = len(_IS_HELD) + _NUMBER_BYTES + 32
-_STORE_WAIT_S: Final = 5.0
+_STORE_WAIT_S: Final = 10.0
 """Longest wait for a step to store what is to be sent: moves behind it wait too."""
-_STORE_POLL_S: Final = 0.001
-_SHORT_WAIT_S: Final = 0.02
-_SHORT_POLL_S: Final = 0.0001
-"""Pauses at first: the step is behind the chunk that has just ended."""
+_STORE_POLL_S: Final = 0.0003
 _LOOK_S: Final = 0.25
 """Interval at which a rank looks for the end of those whose memory it maps."""
 _END: Final = struct.Struct("<QQ")
@@ -483,12 +480,10 @@ class _PeerLink:
     def _await_stores(self, move: BlocksToMove) -> bool:
         """Return True once steps have stored all blocks; False if they have not in time."""
         until = time.monotonic() + min(_STORE_WAIT_S, self._timeout_s / 2)
-        patience = time.monotonic() + _SHORT_WAIT_S
         while not (self._holds(move) and self._slots.have_left(move.slots)):
-            now = time.monotonic()
-            if now >= until or self._is_closed:
+            if time.monotonic() >= until or self._is_closed:
                 return False
-            time.sleep(_SHORT_POLL_S if now < patience else _STORE_POLL_S)
+            time.sleep(_STORE_POLL_S)
         return True
 
     def _holds(self, move: BlocksToMove) -> bool:
