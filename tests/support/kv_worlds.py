@@ -537,7 +537,7 @@ def slots_of(driver) -> list[int]:
     """The slots of a driver's tier that were used last."""
     if driver is None:
         return []
-    return [*driver.scheduler.exchange._tier._slot_of.values()][-60:]
+    return [*driver.scheduler.exchange._tier.slots._slot_of.values()][-60:]
 
 
 def num_held(group: WorkerGroup) -> int:

@@ -48,3 +48,15 @@ class BlockKernels(Protocol):
         """Sum up each part of the pages in rows [n, T * W], every word times its key, modulo 2^64:
         keys int64 [W] for the words of a page, sums int64 [n, T * H]. stored: sums, as int32
         [n, 2 * T * H], to be subtracted. Rows have any stride."""
+
+    def deliver(
+        self,
+        rows: Tensor,
+        block_ids: Tensor,
+        pages: Tensor,
+        keys: Tensor,
+        shape: PageShape,
+        sums: Tensor,
+        stored: Tensor | None = None,
+    ) -> None:
+        """Do scatter() and sum_parts() together. Pages have no words but those of their parts."""

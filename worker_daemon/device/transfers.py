@@ -2,8 +2,8 @@
 between: blocks are gathered into them and leave from there, or arrive there and are scattered.
 
 Gathering is in the order of the steps, on their stream. All else has streams of its own: one for
-copies to the host, and for each lane of arrivals one for the copies and one for what empties the
-buffers. Each direction has DEPTH buffers, so that a copy runs while the one before is scattered.
+copies to the host, and for each lane of arrivals one for each buffer, so that a copy runs while
+what came before it is scattered. Each direction has DEPTH buffers.
 """
 
 import threading
@@ -77,7 +77,10 @@ class StoreLane:
 
 
 class LoadLane:
-    """A lane of the way in: its loads follow each other. For the CPU: as StoreLane."""
+    """A lane of the way in: its loads follow each other. For the CPU: as StoreLane.
+
+    A load is launched so: beginning(), then through() for each buffer, then ending().
+    """
 
     def __init__(self, times: CopyTimes) -> None:
         self._times = times
@@ -86,24 +89,30 @@ class LoadLane:
         """Let loads from now on see what has left so far."""
 
     @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Load in the block: what it runs comes after the steps launched so far, beside what is
-        launched later."""
+    def beginning(self) -> Iterator[None]:
+        """Begin a load in the block: what it runs waits for no step. All else comes after it."""
         yield
 
     @contextmanager
-    def copying(self, buffer: int) -> Iterator[None]:
-        """Copy from the host to a buffer in the block, once what was in it is scattered. Does not
-        wait for steps. What a load runs later comes after the copy."""
+    def through(self, buffer: int) -> Iterator[None]:
+        """Let parts of a load come through a buffer in the block, one after the other, each copied
+        from the host and then scattered; what they run on others' buffers is beside it."""
         began = time.perf_counter()
         yield
         self._times.in_s += time.perf_counter() - began
 
-    def emptied(self, buffer: int) -> None:
-        """Note that what was in a buffer is scattered by what the load has run so far."""
+    def await_steps(self, buffer: int) -> None:
+        """Let what a load runs through a buffer from now on come after the steps that were launched
+        before the load. Steps that are launched later are beside it. Call it after the first
+        copy."""
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """End a load in the block: what it runs comes after all else of the load."""
+        yield
 
     def end(self) -> LoadEnd:
-        """End a load, and return what it brings."""
+        """Return what the load brings that has ended last."""
         return LoadEnd()
 
     def settle(self) -> None:
@@ -173,54 +182,67 @@ class CudaStoreLane(StoreLane):
 class CudaLoadLane(LoadLane):
     """For CUDA. Used on the step thread, whose current stream runs the steps.
 
-    What empties the buffers has priority over steps: it is short, and the bus waits for it.
+    A buffer's stream has priority over steps: what empties it is short, and the bus waits for it.
+    Within it, copies and what empties the buffer are in order without events, which cost the step
+    thread more than the launches do.
     """
 
     def __init__(self, times: CopyTimes, device: torch.device, stores: CudaStoreLane) -> None:
         super().__init__(times)
         self._device = device
         self._stores = stores
-        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._work = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        self._copied = [_event() for _ in range(DEPTH)]
-        """By buffer: it has what was copied last."""
-        self._emptied = [_event() for _ in range(DEPTH)]
-        """By buffer: it is empty."""
+        self._streams = [
+            torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+            for _ in range(DEPTH)
+        ]
+        """By buffer. Loads begin and end on the first one."""
+        self._steps_end = _event()
+        """The steps that were launched before the last load."""
+        self._began = _timing_event()
         self._timed: deque[_Timed] = deque()
 
     def see_stores(self) -> None:
-        self._stores.hold_back(self._copies)
+        self._stores.hold_back(self._streams[0])
 
     @contextmanager
-    def loading(self) -> Iterator[None]:
+    def beginning(self) -> Iterator[None]:
         self._times.in_s += _take_times(self._timed)
-        self._work.wait_stream(torch.cuda.current_stream(self._device))
-        began, ended = _timing_event(), _timing_event()
-        began.record(self._copies)
-        with torch.cuda.stream(self._work):
+        self._steps_end.record(torch.cuda.current_stream(self._device))
+        first, *others = self._streams
+        with torch.cuda.stream(first):
             yield
-        ended.record(self._copies)
-        self._timed.append((began, ended))
+        self._began = _timing_event()
+        self._began.record(first)
+        for stream in others:
+            stream.wait_stream(first)
 
     @contextmanager
-    def copying(self, buffer: int) -> Iterator[None]:
-        self._copies.wait_event(self._emptied[buffer])
-        with torch.cuda.stream(self._copies):
+    def through(self, buffer: int) -> Iterator[None]:
+        with torch.cuda.stream(self._streams[buffer]):
             yield
-        self._copied[buffer].record(self._copies)
-        self._work.wait_event(self._copied[buffer])
 
-    def emptied(self, buffer: int) -> None:
-        self._emptied[buffer].record(self._work)
+    def await_steps(self, buffer: int) -> None:
+        self._streams[buffer].wait_event(self._steps_end)
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        first, *others = self._streams
+        for stream in others:
+            first.wait_stream(stream)
+        ended = _timing_event()
+        ended.record(first)
+        self._timed.append((self._began, ended))
+        with torch.cuda.stream(first):
+            yield
 
     def end(self) -> LoadEnd:
         event = _event()
-        event.record(self._work)
+        event.record(self._streams[0])
         return _CudaLoadEnd(event, self._device)
 
     def settle(self) -> None:
-        self._copies.synchronize()
-        self._work.synchronize()
+        for stream in self._streams:
+            stream.synchronize()
 
 
 class _CudaLoadEnd(LoadEnd):

@@ -55,22 +55,53 @@ class TritonBlockKernels:
         stored: torch.Tensor | None = None,
     ) -> None:
         """See BlockKernels."""
-        columns = min(triton.next_power_of_2(shape.words), _WORDS)
-        _sum_parts_kernel[(rows.shape[0], sums.shape[1])](
-            rows,
-            keys,
-            sums,
-            rows if stored is None else stored,
-            rows.stride(0),
-            sums.stride(0),
-            0 if stored is None else stored.stride(0),
-            shape.rows,
-            shape.num_parts,
-            shape.words,
-            HAS_STORED=stored is not None,
-            ROWS=_WORDS // columns,
-            COLUMNS=columns,
-        )
+        _sum_parts(rows, keys, shape, sums, stored)
+
+    def deliver(
+        self,
+        rows: torch.Tensor,
+        block_ids: torch.Tensor,
+        pages: torch.Tensor,
+        keys: torch.Tensor,
+        shape: PageShape,
+        sums: torch.Tensor,
+        stored: torch.Tensor | None = None,
+    ) -> None:
+        """See BlockKernels."""
+        _sum_parts(rows, keys, shape, sums, stored, block_ids, pages)
+
+
+def _sum_parts(
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+    shape: PageShape,
+    sums: torch.Tensor,
+    stored: torch.Tensor | None,
+    block_ids: torch.Tensor | None = None,
+    pages: torch.Tensor | None = None,
+) -> None:
+    """block_ids, pages: where rows are copied to; None: nowhere."""
+    columns = min(triton.next_power_of_2(shape.words), _WORDS)
+    _sum_parts_kernel[(rows.shape[0], sums.shape[1])](
+        rows,
+        keys,
+        sums,
+        rows if stored is None else stored,
+        rows if block_ids is None else block_ids,
+        rows if pages is None else pages,
+        rows.stride(0),
+        sums.stride(0),
+        0 if stored is None else stored.stride(0),
+        0 if pages is None else pages.stride(0),
+        0 if pages is None else pages.stride(1),
+        shape.rows,
+        shape.num_parts,
+        shape.words,
+        HAS_STORED=stored is not None,
+        COPIES=pages is not None,
+        ROWS=_WORDS // columns,
+        COLUMNS=columns,
+    )
 
 
 def _copy(
@@ -146,21 +177,30 @@ def _sum_parts_kernel(
     keys,
     sums,
     stored,
+    block_ids,
+    pages,
     row_stride,
     sums_stride,
     stored_stride,
+    block_stride,
+    page_stride,
     num_rows,
     num_parts,
     num_words,
     HAS_STORED: tl.constexpr,
+    COPIES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A program sums up a part of a page."""
+    """A program sums up a part of a page, and copies it to the page of a block."""
     block, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     page, part = number // num_parts, number % num_parts
     words_per_row = num_parts * num_words
     first = rows + block * row_stride + page.to(tl.int64) * num_rows * words_per_row
+    target = pages
+    if COPIES:
+        target += tl.load(block_ids + block).to(tl.int64) * block_stride
+        target += page.to(tl.int64) * page_stride
     total = tl.zeros((ROWS, COLUMNS), tl.int64)
     for top in range(0, num_rows, ROWS):
         row = top + tl.arange(0, ROWS)
@@ -169,6 +209,8 @@ def _sum_parts_kernel(
             inside = (row < num_rows)[:, None] & (column < num_words)[None, :]
             here = row[:, None] * words_per_row + part * num_words + column[None, :]
             words = tl.load(first + here, mask=inside, other=0)
+            if COPIES:
+                tl.store(target + here, words, mask=inside)
             total += words.to(tl.int64) * tl.load(keys + here, mask=inside, other=0)
     result = tl.sum(tl.sum(total, 1), 0)
     if HAS_STORED:  # as two words: it may not be aligned to 8 bytes

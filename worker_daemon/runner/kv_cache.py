@@ -83,12 +83,12 @@ class BlockPages:
 
     def gather(self, block_ids: Tensor, rows: Tensor) -> None:
         """Copy blocks int32 [n] to rows, int32 [n, W]."""
-        for pages, columns in self._sections():
+        for pages, columns in self.sections():
             self.kernels.gather(pages, block_ids, rows[:, columns])
 
     def scatter(self, rows: Tensor, block_ids: Tensor) -> None:
         """Copy rows, int32 [n, W], to blocks int32 [n], no two of them the same."""
-        for pages, columns in self._sections():
+        for pages, columns in self.sections():
             self.kernels.scatter(rows[:, columns], block_ids, pages)
 
     def poison(self, block_ids: Tensor, are_bad: Tensor) -> None:
@@ -98,7 +98,9 @@ class BlockPages:
         for pages in self._further:
             self.kernels.fill(pages, block_ids, are_bad, 0)
 
-    def _sections(self) -> Iterator[tuple[Tensor, slice]]:
+    def sections(self) -> Iterator[tuple[Tensor, slice]]:
+        """Yield pages [num_blocks, pages, words of a page] of each kind, and their columns of a
+        row."""
         return zip((self._layers, *self._further), self._columns, strict=True)
 
 

@@ -36,3 +36,17 @@ class TorchBlockKernels:
         sums.copy_(by_part.sum(dim=(2, 4)).flatten(1))
         if stored is not None:
             sums -= stored.contiguous().view(torch.int64)
+
+    def deliver(
+        self,
+        rows: Tensor,
+        block_ids: Tensor,
+        pages: Tensor,
+        keys: Tensor,
+        shape: PageShape,
+        sums: Tensor,
+        stored: Tensor | None = None,
+    ) -> None:
+        """See BlockKernels."""
+        self.scatter(rows, block_ids, pages)
+        self.sum_parts(rows, keys, shape, sums, stored)

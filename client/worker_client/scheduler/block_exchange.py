@@ -9,7 +9,7 @@ from worker_client.group.kv_transfers import ExchangedBlocks
 from worker_client.scheduler.block_pool import BlockPool
 from worker_client.scheduler.content_names import ContentNames, HeldContents
 from worker_client.scheduler.filed_blocks import FetchedBlocks
-from worker_client.scheduler.host_tier import TierSlots
+from worker_client.scheduler.host_tier import HostPlace
 from worker_client.scheduler.outgoing_contents import OutgoingContents, StepNumbers
 
 KeysOf: TypeAlias = Callable[[str], list[bytes]]
@@ -21,7 +21,7 @@ class HostBlockExchange:
 
     def __init__(
         self,
-        tier: TierSlots,
+        tier: HostPlace,
         pool: BlockPool,
         keys_of: KeysOf,
         names: ContentNames,
@@ -32,6 +32,7 @@ class HostBlockExchange:
         self.outgoing = OutgoingContents(tier, pool, names, steps)
         """Blocks that other groups get."""
         self._tier = tier
+        self._slots = tier.slots
         self._pool = pool
         self._keys_of = keys_of
         self._names = names
@@ -50,7 +51,7 @@ class HostBlockExchange:
     @property
     def num_slots(self) -> int:
         """Slots that other groups read, or fill: nothing takes them."""
-        return self._tier.num_exchanged
+        return self._slots.num_exchanged
 
     def lacking(self, req_id: str) -> list[bytes]:
         """Return the names of the contents that an unfinished request could begin with, and that
@@ -66,7 +67,7 @@ class HostBlockExchange:
         num_slots = 0
         for name in names:
             keys = self._names.keys_of(name)
-            if all(map(self._has, keys)) or any(map(self._tier.is_coming, keys)):
+            if all(map(self._has, keys)) or any(map(self._slots.is_coming, keys)):
                 continue
             num_slots += len(keys)
             slots = self._reserve(keys) if num_slots <= MAX_MOVED_BLOCKS else None
@@ -82,13 +83,13 @@ class HostBlockExchange:
         """Let requests load contents whose slots have been filled on all ranks."""
         for name in names:
             for key in self._names.keys_of(name):
-                self._tier.fill(key)
+                self._slots.fill(key)
 
     def give_back(self, names: Iterable[bytes]) -> None:
         """Give up the slots of contents that have not come."""
         for name in names:
             for key in self._names.keys_of(name):
-                self._tier.give_back(key)
+                self._slots.give_back(key)
 
     def blocks_of(self, contents: Iterable[HeldContents]) -> ExchangedBlocks:
         """Return the blocks of contents."""
@@ -113,10 +114,10 @@ class HostBlockExchange:
         """Give a slot to each block; return them, or None if there is no room for one."""
         slots = []
         for index, key in enumerate(keys):
-            slot = self._tier.reserve(key)
+            slot = self._slots.reserve(key)
             if slot is None:
                 for reserved in keys[:index]:
-                    self._tier.give_back(reserved)
+                    self._slots.give_back(reserved)
                 return None
             slots.append(slot)
         return tuple(slots)

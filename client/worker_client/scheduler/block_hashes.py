@@ -33,6 +33,7 @@ class BlockHashes:
         self.contents_tag = _FORMAT + _digest(f"{self.unit} {windows}")
         """Name of the hash scheme but for the division of layers into groups: with equal tags,
         groups with equal windows have equal contents under equal hashes."""
+        self._empty = blake2b(digest_size=HASH_BYTES)
         self._weights = b""
         """Names the version of the weights; empty: none was named."""
 
@@ -56,10 +57,13 @@ class BlockHashes:
             return hashes
         raw = request.tokens[len(hashes) * self.unit :].tobytes()
         parent = hashes[-1] if hashes else self._weights + request.prefix.root
+        begin, add = self._empty.copy, hashes.append
         for start in range(0, num_new * num_bytes, num_bytes):
-            block = raw[start : start + num_bytes]
-            parent = blake2b(parent + block, digest_size=HASH_BYTES).digest()
-            hashes.append(parent)
+            made = begin()  # faster than a new one
+            made.update(parent)
+            made.update(raw[start : start + num_bytes])
+            parent = made.digest()
+            add(parent)
         return hashes
 
     def at(self, hashes: Sequence[bytes], group: int, index: int) -> bytes:

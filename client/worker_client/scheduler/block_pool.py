@@ -1,8 +1,9 @@
 """KV blocks: references, free blocks, and blocks whose contents another request may share."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from rpc_schema.kv_cache import NULL_BLOCK, has_checkpoint
 
@@ -10,8 +11,10 @@ FIRST_BLOCK_ID = 1
 """Block 0 is the workers' null block."""
 
 
-OnEvict: TypeAlias = Callable[[int, int, bytes], None]
-"""Takes a block, its group and the hash of its contents."""
+_GROUP_BYTES: Final = [bytes((group,)) for group in range(256)]
+
+OnEvict: TypeAlias = Callable[[Mapping[int, bytes]], None]
+"""Takes keys by block: a key names contents by their hash, and a byte for their group."""
 
 
 class PoolChanges(NamedTuple):
@@ -25,20 +28,47 @@ class PoolChanges(NamedTuple):
 
 
 class FreeBlocks(Protocol):
-    """Blocks without references, in the order in which they were freed: what a pool uses of an
-    OrderedDict."""
+    """Blocks without references, in the order in which they were freed."""
 
     def __len__(self) -> int: ...
 
-    def __contains__(self, block_id: object) -> bool: ...
+    def __contains__(self, block_id: int) -> bool: ...
 
-    def __setitem__(self, block_id: int, value: None) -> None: ...
+    def take(self, count: int) -> list[int]:
+        """Remove so many blocks, the first ones; there are as many."""
 
-    def pop(self, block_id: int, default: None) -> None: ...
+    def add(self, block_ids: Iterable[int]) -> None:
+        """Add blocks that are not there, the last ones."""
 
-    def popitem(self, last: bool) -> tuple[int, None]: ...
+    def remove(self, block_ids: Iterable[int]) -> None:
+        """Remove blocks, as far as they are there."""
 
-    def move_to_end(self, block_id: int) -> None: ...
+
+class PlainFreeBlocks:
+    """Free blocks of one kind."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._all: OrderedDict[int, None] = OrderedDict.fromkeys(range(FIRST_BLOCK_ID, num_blocks))
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._all
+
+    def take(self, count: int) -> list[int]:
+        """See FreeBlocks."""
+        return _take(self._all, count)
+
+    def add(self, block_ids: Iterable[int]) -> None:
+        """See FreeBlocks."""
+        for block_id in block_ids:  # faster than update()
+            self._all[block_id] = None
+
+    def remove(self, block_ids: Iterable[int]) -> None:
+        """See FreeBlocks."""
+        for block_id in block_ids:
+            self._all.pop(block_id, None)
 
 
 class SortedFreeBlocks:
@@ -49,37 +79,98 @@ class SortedFreeBlocks:
         self._every = checkpoint_blocks
         self._plain: OrderedDict[int, None] = OrderedDict()
         self._with_checkpoint: OrderedDict[int, None] = OrderedDict()
-        for block_id in range(FIRST_BLOCK_ID, num_blocks):
-            self[block_id] = None
+        self.add(range(FIRST_BLOCK_ID, num_blocks))
 
     def __len__(self) -> int:
         return len(self._plain) + len(self._with_checkpoint)
 
-    def __contains__(self, block_id: object) -> bool:
+    def __contains__(self, block_id: int) -> bool:
         return block_id in self._plain or block_id in self._with_checkpoint
 
-    def __setitem__(self, block_id: int, value: None) -> None:
-        self._list_of(block_id)[block_id] = value
+    def take(self, count: int) -> list[int]:
+        """Remove so many blocks, those without a checkpoint first."""
+        block_ids = _take(self._plain, min(count, len(self._plain)))
+        return block_ids + _take(self._with_checkpoint, count - len(block_ids))
 
-    def pop(self, block_id: int, default: None) -> None:
-        """Remove a block, if it is there."""
-        self._list_of(block_id).pop(block_id, default)
-
-    def popitem(self, last: bool) -> tuple[int, None]:
-        """Remove a block, one without a checkpoint if there is one."""
-        return (self._plain or self._with_checkpoint).popitem(last)
-
-    def pop_for_border(self) -> int:
+    def take_for_border(self) -> int:
         """Remove a block, one with a checkpoint if there is one."""
-        return (self._with_checkpoint or self._plain).popitem(last=False)[0]
+        return _take(self._with_checkpoint or self._plain, 1)[0]
 
-    def move_to_end(self, block_id: int) -> None:
-        """Let a block be the last of its kind."""
-        self._list_of(block_id).move_to_end(block_id)
+    def add(self, block_ids: Iterable[int]) -> None:
+        """See FreeBlocks: the last of their kind."""
+        for block_id in block_ids:
+            self._list_of(block_id)[block_id] = None
+
+    def remove(self, block_ids: Iterable[int]) -> None:
+        """See FreeBlocks."""
+        for block_id in block_ids:
+            self._list_of(block_id).pop(block_id, None)
 
     def _list_of(self, block_id: int) -> OrderedDict[int, None]:
         has_one = has_checkpoint(block_id, self._every)
         return self._with_checkpoint if has_one else self._plain
+
+
+class RankedFreeBlocks:
+    """Free blocks of which the first ones are known as those that are allocated next: as many as
+    add_next() was called for."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._next: OrderedDict[int, None] = OrderedDict()
+        self._others: OrderedDict[int, None] = OrderedDict.fromkeys(
+            range(FIRST_BLOCK_ID, num_blocks)
+        )
+        self._kept: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._next) + len(self._others)
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._others or block_id in self._next
+
+    def take(self, count: int) -> list[int]:
+        """See FreeBlocks."""
+        block_ids = _take(self._next, min(count, len(self._next)))
+        return block_ids + _take(self._others, count - len(block_ids))
+
+    def add(self, block_ids: Iterable[int]) -> None:
+        """See FreeBlocks."""
+        for block_id in block_ids:
+            self._others[block_id] = None
+
+    def remove(self, block_ids: Iterable[int]) -> None:
+        """See FreeBlocks."""
+        others, next_ = self._others, self._next
+        for block_id in block_ids:
+            if block_id in next_:
+                del next_[block_id]
+                self._kept.append(block_id)
+            else:
+                others.pop(block_id, None)
+
+    @property
+    def num_next(self) -> int:
+        """Number of blocks that are next."""
+        return len(self._next)
+
+    def behind_next(self, count: int) -> list[int]:
+        """Return so many blocks that are not, the first ones; fewer if there are not as many."""
+        return [*islice(self._others, count)]
+
+    def add_next(self, count: int) -> None:
+        """Let so many of those be next, behind the others that are."""
+        self._next.update(dict.fromkeys(_take(self._others, count)))
+
+    def take_kept(self) -> list[int]:
+        """Return the blocks that were next and are in use again, without having been allocated,
+        since the last call."""
+        kept, self._kept = self._kept, []
+        return kept
+
+
+def _take(blocks: OrderedDict[int, None], count: int) -> list[int]:
+    take = blocks.popitem
+    return [take(last=False)[0] for _ in range(count)]
 
 
 class BlockPool:
@@ -105,8 +196,15 @@ class BlockPool:
         self._sorted = (
             SortedFreeBlocks(num_blocks, checkpoint_blocks) if checkpoint_blocks else None
         )
-        ids = range(FIRST_BLOCK_ID, num_blocks)
-        self._free: FreeBlocks = OrderedDict.fromkeys(ids) if self._sorted is None else self._sorted
+        self.ranked: RankedFreeBlocks | None = None
+        """The free blocks, if somebody is told of evictions, and no block has a checkpoint."""
+        self._free: FreeBlocks
+        if self._sorted is not None:
+            self._free = self._sorted
+        elif on_evict is not None:
+            self._free = self.ranked = RankedFreeBlocks(num_blocks)
+        else:
+            self._free = PlainFreeBlocks(num_blocks)
         self._block_of: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._hash_of: dict[int, bytes] = {}
         self._group_of = [0] * num_blocks
@@ -126,16 +224,14 @@ class BlockPool:
         """Allocate `count` blocks, none if it is negative, and forget their cached contents. Check
         num_free first."""
         assert count <= len(self._free), "allocate more blocks than are free"
-        take, num_refs, is_cached = self._free.popitem, self._num_refs, self._hash_of
-        block_ids = []
-        for _ in range(count):
-            block_id = take(last=False)[0]
+        block_ids, num_refs = self._free.take(count), self._num_refs
+        for block_id in block_ids:
             num_refs[block_id] = 1
-            if block_id in is_cached:
-                if self._on_evict is not None:
-                    self._on_evict(block_id, self._group_of[block_id], is_cached[block_id])
-                self._forget(block_id)
-            block_ids.append(block_id)
+        cached = self.keys_of(block_ids)
+        if cached:
+            if self._on_evict is not None:
+                self._on_evict(cached)
+            self.forget_blocks(cached)
         return block_ids
 
     def allocate_from(self, index: int, count: int) -> list[int]:
@@ -148,7 +244,7 @@ class BlockPool:
             if number % self._checkpoint_blocks:
                 block_ids += self.allocate(1)
                 continue
-            block_id = self._sorted.pop_for_border()
+            block_id = self._sorted.take_for_border()
             self._num_refs[block_id] = 1
             self.forget_blocks((block_id,))
             block_ids.append(block_id)
@@ -157,12 +253,13 @@ class BlockPool:
     def release(self, block_ids: Sequence[int]) -> None:
         """Drop a reference to each block, in a request's order: its last blocks are reused first.
         Null blocks are skipped."""
+        num_refs, freed = self._num_refs, []
         for block_id in reversed(block_ids):
-            if block_id == NULL_BLOCK:
-                continue
-            self._num_refs[block_id] -= 1
-            if self._num_refs[block_id] == 0:
-                self._free[block_id] = None
+            if block_id != NULL_BLOCK:
+                num_refs[block_id] -= 1
+                if num_refs[block_id] == 0:
+                    freed.append(block_id)
+        self._free.add(freed)
 
     def contents(self, group: int) -> Mapping[bytes, int]:
         """The cached blocks of a group, by hash."""
@@ -178,11 +275,13 @@ class BlockPool:
 
     def hold(self, block_ids: Sequence[int]) -> None:
         """Take a reference to cached blocks. Null blocks are skipped."""
+        num_refs, taken = self._num_refs, []
         for block_id in block_ids:
-            if block_id == NULL_BLOCK:
-                continue
-            self._num_refs[block_id] += 1
-            self._free.pop(block_id, None)
+            if block_id != NULL_BLOCK:
+                if num_refs[block_id] == 0:
+                    taken.append(block_id)
+                num_refs[block_id] += 1
+        self._free.remove(taken)
 
     def remember(self, group: int, block_id: int, block_hash: bytes) -> None:
         """Record the contents of a full block. Of equal blocks the first stays the cached one."""
@@ -192,12 +291,22 @@ class BlockPool:
             self._group_of[block_id] = group
             self._fresh.add(block_id)
 
+    def remember_all(
+        self, group: int, block_ids: Sequence[int], block_hashes: Sequence[bytes]
+    ) -> None:
+        """Record the contents of full blocks, of which no block is cached yet."""
+        self._block_of[group].update(zip(block_hashes, block_ids, strict=True))
+        self._hash_of.update(zip(block_ids, block_hashes, strict=True))
+        self._fresh.update(block_ids)
+        for block_id in block_ids:
+            self._group_of[block_id] = group
+
     def remember_border(self, block_id: int, block_hash: bytes) -> None:
         """Record the contents of a full block of the first group that ends at a border, of a pool
         with checkpoints. Of equal blocks, one with a checkpoint becomes the cached one."""
         known = self._block_of[0].get(block_hash)
         if known is not None and self._is_better(block_id, known):
-            self._forget(known)
+            self.forget_blocks((known,))
         self.remember(0, block_id, block_hash)
 
     def has_checkpoint(self, block_id: int) -> bool:
@@ -220,10 +329,11 @@ class BlockPool:
         if known is not None:
             if group or not self._is_better(block_id, known):
                 return False
-            self._forget(known)
+            self.forget_blocks((known,))
         self.remember(group, block_id, block_hash)
         self._fresh.discard(block_id)  # the daemons have told us
-        self._free.move_to_end(block_id)
+        self._free.remove((block_id,))
+        self._free.add((block_id,))
         return True
 
     def take_changes(self) -> PoolChanges:
@@ -239,15 +349,18 @@ class BlockPool:
         """Return the hash of a block; None if it is not cached."""
         return self._hash_of.get(block_id)
 
-    def contents_of(self, block_id: int) -> tuple[bytes, int]:
-        """Return the hash and the group of a cached block."""
-        return self._hash_of[block_id], self._group_of[block_id]
+    def keys_of(self, block_ids: Iterable[int]) -> dict[int, bytes]:
+        """Return the keys of the contents of blocks, those of them that are cached: their hash, and
+        a byte for their group."""
+        hash_of, group_of = self._hash_of, self._group_of
+        return {i: hash_of[i] + _GROUP_BYTES[group_of[i]] for i in block_ids if i in hash_of}
 
-    def forget_blocks(self, block_ids: Sequence[int]) -> None:
+    def forget_blocks(self, block_ids: Iterable[int]) -> None:
         """Drop the cached contents of blocks, if they have any: they will be written to."""
+        hash_of, group_of, block_of = self._hash_of, self._group_of, self._block_of
         for block_id in block_ids:
-            if block_id in self._hash_of:
-                self._forget(block_id)
+            if block_id in hash_of:
+                del block_of[group_of[block_id]][hash_of.pop(block_id)]
 
     def forget(self, hashes: Sequence[bytes]) -> None:
         """Drop the cached blocks with these hashes: their contents cannot be trusted."""
@@ -265,6 +378,3 @@ class BlockPool:
         self._hash_of.clear()
         self._fresh.clear()
         self._distrusted.clear()
-
-    def _forget(self, block_id: int) -> None:
-        del self._block_of[self._group_of[block_id]][self._hash_of.pop(block_id)]

@@ -1,7 +1,7 @@
 """Blocks in files as the scheduler sees them: which contents the ranks have read for it, and what
 the step that is being planned moves. Which files there are is each rank's own affair."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from rpc_schema.moved_blocks import MAX_MOVED_BLOCKS
 from worker_client.scheduler_output import SchedulerOutput
@@ -29,33 +29,36 @@ class FetchedBlocks:
         return MAX_MOVED_BLOCKS - len(self._loads)
 
     def __contains__(self, key: bytes) -> bool:
-        """See OutsidePlace."""
+        """Return True if the next step can load contents."""
         return key in self._fetched
 
     def fetched(self, keys: Iterable[bytes]) -> None:
         """Note contents that all ranks have read."""
         self._fetched.update(keys)
 
+    def held(self, keys: Iterable[bytes]) -> set[bytes]:
+        """See OutsidePlace."""
+        return self._fetched.intersection(keys)
+
     def keep(self, keys: Iterable[bytes]) -> None:
         """See OutsidePlace. Nothing is evicted here."""
 
-    def load(self, key: bytes, block_id: int) -> None:
+    def load(self, contents: Mapping[int, bytes]) -> None:
         """See OutsidePlace."""
-        self._fetched.discard(key)
-        self._loads[block_id] = key
+        self._fetched.difference_update(contents.values())
+        self._loads.update(contents)
 
-    def cancel_load(self, block_id: int) -> None:
+    def cancel_loads(self, block_ids: Collection[int]) -> None:
         """See OutsidePlace. The ranks still have the contents."""
-        key = self._loads.pop(block_id, None)
-        if key is not None:
-            self._fetched.add(key)
+        loads = self._loads
+        self._fetched.update(loads.pop(each) for each in block_ids if each in loads)
 
     def offer(self, key: bytes, block_id: int) -> None:
         """See OutsidePlace."""
         if len(self._offered) < MAX_MOVED_BLOCKS:
             self._offered[block_id] = key
 
-    def evict(self, key: bytes, block_id: int) -> None:
+    def evict(self, contents: Mapping[int, bytes]) -> None:
         """See OutsidePlace. What was offered is stored before the step writes to the block."""
 
     def take_moves(self, tag: bytes) -> tuple[KVFileMoves, ...]:

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from worker_client.scheduler.block_pool import BlockPool
 from worker_client.scheduler.content_names import ContentNames, HeldContents
-from worker_client.scheduler.host_tier import TierSlots
+from worker_client.scheduler.host_tier import HostPlace
 
 
 class StepNumbers(Protocol):
@@ -50,9 +50,10 @@ class OutgoingContents:
     """A view of the scheduler's host tier. Belongs to its thread."""
 
     def __init__(
-        self, tier: TierSlots, pool: BlockPool, names: ContentNames, steps: StepNumbers
+        self, tier: HostPlace, pool: BlockPool, names: ContentNames, steps: StepNumbers
     ) -> None:
         self._tier = tier
+        self._slots = tier.slots
         self._pool = pool
         self._names = names
         self._steps = steps
@@ -113,8 +114,7 @@ class OutgoingContents:
 
     def release(self, contents: Iterable[HeldContents]) -> None:
         """Let contents go that were taken."""
-        for key in self._keys_of(contents):
-            self._tier.unpin(key)
+        self._slots.unpin(self._keys_of(contents))
 
     def _give_back(self, wanted: _Wanted) -> None:
         """Release what was not taken, and want it again."""
@@ -127,7 +127,7 @@ class OutgoingContents:
         """Keep contents in their slots; return these, or None if a block is not there, or finds no
         room."""
         blocks = [
-            (key, self._pool.find(key[-1], key[:-1]), self._tier.slot_of(key))
+            (key, self._pool.find(key[-1], key[:-1]), self._slots.get(key))
             for key in self._names.keys_of(name)
         ]
         if any(block_id is None and slot is None for _, block_id, slot in blocks):
@@ -136,8 +136,7 @@ class OutgoingContents:
         for key, block_id, _ in blocks:
             slot = self._tier.pin(key, block_id)
             if slot is None:
-                for pinned, _, _ in blocks[: len(slots)]:
-                    self._tier.unpin(pinned)
+                self._slots.unpin([pinned for pinned, _, _ in blocks[: len(slots)]])
                 return None
             slots.append(slot)
         return tuple(slots)
@@ -145,7 +144,7 @@ class OutgoingContents:
     def _is_kept(self, contents: HeldContents) -> bool:
         """Return False for contents that were forgotten: their prompt is computed again."""
         keys = self._names.keys_of(contents.name)
-        slots = tuple(self._tier.slot_of(key) for key in keys)
+        slots = tuple(self._slots.get(key) for key in keys)
         return slots == contents.slots
 
     def _keys_of(self, contents: Iterable[HeldContents]) -> Iterator[bytes]:

@@ -1,42 +1,43 @@
 """The contents of blocks outside of the KV cache, as the prefix cache sees them: in the ranks' host
 memory, in files, in both or in neither. A key is a block's hash and a byte for its KV group."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from worker_client.scheduler.block_pool import OnEvict
 from worker_client.scheduler.filed_blocks import FetchedBlocks
-from worker_client.scheduler.host_tier import TierSlots
+from worker_client.scheduler.host_tier import HostPlace
 from worker_client.scheduler.interface import SchedulerLimits
 from worker_client.scheduler_output import SchedulerOutput, StepValues
 from worker_client.steps.cached_blocks import CachedBlocks
 
 
 class OutsidePlace(Protocol):
-    """One place: contents that the next step can load, and those that it stores."""
+    """One place: contents that the next step can load, and those that it stores. Contents are given
+    as keys by block."""
 
     @property
     def room(self) -> int:
         """Number of blocks that the next step may still load."""
 
-    def __contains__(self, key: bytes) -> bool:
-        """Return True if the next step can load contents."""
+    def held(self, keys: Iterable[bytes]) -> set[bytes]:
+        """Return those of the contents that the next step can load."""
 
     def keep(self, keys: Iterable[bytes]) -> None:
         """Evict none of these contents, which are there, before the next step."""
 
-    def load(self, key: bytes, block_id: int) -> None:
-        """Load contents that are kept into a block with the next step."""
+    def load(self, contents: Mapping[int, bytes]) -> None:
+        """Load contents that are kept into blocks with the next step."""
 
-    def cancel_load(self, block_id: int) -> None:
-        """Undo load(): the block is filled from another place."""
+    def cancel_loads(self, block_ids: Collection[int]) -> None:
+        """Undo load(): the blocks are filled from other places."""
 
     def offer(self, key: bytes, block_id: int) -> None:
         """Note that a block has contents that a request has sampled a token from, and keeps them
         until the next step at least."""
 
-    def evict(self, key: bytes, block_id: int) -> None:
-        """Note that a block, which has these contents, loses them with the next step."""
+    def evict(self, contents: Mapping[int, bytes]) -> None:
+        """Note that blocks, which have these contents, lose them with the next step."""
 
     def take_moves(self, tag: bytes) -> tuple[StepValues, ...]:
         """Return what the step that is sent now moves. tag: of the hashes."""
@@ -65,17 +66,17 @@ class OutsideBlocks:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         """Without a prefix cache nothing is moved: then there is no place."""
-        self.tier: TierSlots | None = None
+        self.tier: HostPlace | None = None
         self.files: FetchedBlocks | None = None
         self._places: list[OutsidePlace] = []
         if limits.num_host_blocks and limits.shares_prefixes:
-            self.tier = TierSlots(limits.num_host_blocks)
+            self.tier = HostPlace(limits.num_host_blocks)
             self._places.append(self.tier)
         if limits.has_kv_files and limits.shares_prefixes:
             self.files = FetchedBlocks()
             self._places.append(self.files)
-        self._loads: dict[int, OutsidePlace] = {}
-        """Sources of what the next step loads, by block."""
+        self._loads: set[int] = set()
+        """Blocks that the next step loads."""
         self._pinned: dict[str, list[bytes]] = {}
         """Contents in host memory that wait for others to be read from files, by request."""
 
@@ -87,9 +88,7 @@ class OutsideBlocks:
     @property
     def on_evict(self) -> OnEvict | None:
         """Callback of a pool, for the contents that its allocations take."""
-        if not self._places:
-            return None
-        return lambda block_id, group, name: self.evict(key_of(group, name), block_id)
+        return self.evict if self._places else None
 
     @property
     def has_moves(self) -> bool:
@@ -102,21 +101,32 @@ class OutsideBlocks:
         """Number of blocks that the next step may still load, from any places."""
         return min(place.room for place in self._places)
 
-    def __contains__(self, key: bytes) -> bool:
-        return any(key in place for place in self._places)
+    def held(self, keys: Iterable[bytes]) -> set[bytes]:
+        wanted, *others = [place.held for place in self._places]
+        if not others:
+            return wanted(keys)
+        asked = [*keys]
+        return wanted(asked).union(*(each(asked) for each in others))
 
     def keep(self, keys: Iterable[bytes]) -> None:
-        left = [*keys]
-        for place in self._places:
-            place.keep([key for key in left if key in place])
-            left = [key for key in left if key not in place]
+        left, (*places, last) = [*keys], self._places
+        for place in places:
+            held = place.held(left)
+            place.keep([key for key in left if key in held])
+            left = [key for key in left if key not in held]
+        last.keep(left)
 
-    def load(self, key: bytes, block_id: int) -> None:
-        before = self._loads.get(block_id)
-        if before is not None:
-            before.cancel_load(block_id)
-        place = self._loads[block_id] = next(each for each in self._places if key in each)
-        place.load(key, block_id)
+    def load(self, contents: Mapping[int, bytes]) -> None:
+        loaded_again = self._loads & contents.keys()
+        for place in self._places if loaded_again else ():
+            place.cancel_loads(loaded_again)
+        self._loads.update(contents)
+        left, (*places, last) = contents, self._places
+        for place in places:
+            held = place.held(left.values())
+            place.load({block_id: key for block_id, key in left.items() if key in held})
+            left = {block_id: key for block_id, key in left.items() if key not in held}
+        last.load(left)
 
     def load_beside(self, block_ids: Iterable[int]) -> set[int]:
         """Do those loads of the next step beside steps that are from host memory into these
@@ -131,18 +141,31 @@ class OutsideBlocks:
     def have_arrived(self, block_ids: Iterable[int]) -> None:
         """Note that what was loaded beside steps is there."""
         if self.tier is not None:
-            for block_id in block_ids:
-                self.tier.has_arrived(block_id)
+            self.tier.have_arrived(block_ids)
 
     def offer(self, key: bytes, block_id: int) -> None:
         for place in self._places:
             place.offer(key, block_id)
 
-    def evict(self, key: bytes, block_id: int) -> None:
-        if block_id in self._loads:
-            return
+    def evict(self, contents: Mapping[int, bytes]) -> None:
+        if not self._loads.isdisjoint(contents):
+            contents = {b: key for b, key in contents.items() if b not in self._loads}
         for place in self._places:
-            place.evict(key, block_id)
+            place.evict(contents)
+
+    def store_ahead(self, contents: Mapping[int, bytes], most: int) -> Collection[int]:
+        """Let the next step store contents in host memory, in all no more than `most`. Return the
+        blocks whose contents are not there, nor stored."""
+        if self.tier is None:
+            return contents.keys()
+        loaded = self._loads & contents.keys()  # they have not got them yet
+        others = {b: key for b, key in contents.items() if b not in loaded} if loaded else contents
+        return {*loaded, *self.tier.store(others, most)}
+
+    def give_way(self, keys: Iterable[bytes]) -> None:
+        """Let contents be the first to make room in host memory."""
+        if self.tier is not None:
+            self.tier.slots.give_way(keys)
 
     def take_moves(self, tag: bytes) -> tuple[StepValues, ...]:
         self._loads.clear()
@@ -173,7 +196,7 @@ class OutsideBlocks:
 
     def restore_tier(self, slots: CachedBlocks) -> int:
         """Take the contents of the slots that an earlier driver has filled; return how many."""
-        return 0 if self.tier is None else self.tier.restore(slots)
+        return 0 if self.tier is None else self.tier.slots.restore(slots)
 
     def forget_fetched(self) -> None:
         """Forget what was read from files: a rank has lost it."""
@@ -188,17 +211,21 @@ class OutsideBlocks:
         tier = self.tier
         if tier is None:
             return by_group
-        lacking = [[key for key in keys if key not in tier] for keys in by_group]
+        held = [tier.held(keys) for keys in by_group]
+        lacking = [
+            [key for key in keys if key not in own]
+            for keys, own in zip(by_group, held, strict=True)
+        ]
         if any(lacking):
-            held = [key for keys in by_group for key in keys if tier.pin(key, None) is not None]
-            self._pinned.setdefault(req_id, []).extend(held)
+            kept = [key for keys in by_group for key in keys if tier.pin(key, None) is not None]
+            self._pinned.setdefault(req_id, []).extend(kept)
         return lacking
 
     def end_fetch(self, req_id: str) -> None:
         """Let what a request could begin with make room again."""
-        for key in self._pinned.pop(req_id, ()):
-            assert self.tier is not None
-            self.tier.unpin(key)
+        kept = self._pinned.pop(req_id, None)
+        if kept is not None and self.tier is not None:
+            self.tier.slots.unpin(kept)
 
     def note_fetched(self, keys: Iterable[bytes]) -> None:
         """Note contents that all ranks have read from files."""
@@ -209,7 +236,13 @@ class OutsideBlocks:
 def keys_of(hashes: Sequence[bytes], num_groups: int) -> Iterator[bytes]:
     """Yield the keys of hashes in all groups."""
     for group in range(num_groups):
-        yield from (key_of(group, each) for each in hashes)
+        yield from keys_in(group, hashes)
+
+
+def keys_in(group: int, hashes: Iterable[bytes]) -> list[bytes]:
+    """Return the keys of the contents of a group's blocks."""
+    own = bytes((group,))
+    return [each + own for each in hashes]
 
 
 def key_of(group: int, block_hash: bytes) -> bytes:

@@ -12,7 +12,7 @@ from worker_client.scheduler.block_pool import BlockPool
 from worker_client.scheduler.filed_blocks import FetchedBlocks
 from worker_client.scheduler.interface import SchedulerLimits
 from worker_client.scheduler.outside_blocks import OutsideBlocks, key_of, keys_of
-from worker_client.scheduler.prefix_search import OUTSIDE, Prefix
+from worker_client.scheduler.prefix_search import OUTSIDE, LackingBlocks, Prefix
 from worker_client.scheduler.request import Request, RequestPrefix
 from worker_client.steps.cached_blocks import CachedBlocks
 
@@ -54,15 +54,16 @@ class PrefixCache:
         own.num_filed = None
         if self._outside is None or not known:
             return prefix.by_group
-        return self._load(self._outside, own, prefix.by_group)
+        by_group, _ = self._load(self._outside, own, prefix)
+        return by_group
 
-    def num_in_host_memory(self, request: Request, prefix: Prefix) -> int:
+    def num_in_host_memory(self, prefix: Prefix) -> int:
         """Return how many blocks of a prefix have to be loaded from host memory."""
         tier = None if self._outside is None else self._outside.tier
         if tier is None:
             return 0
-        lacking = self._lacking(request.prefix, prefix.by_group)
-        return sum(key_of(group, block_hash) in tier for group, _, block_hash in lacking)
+        lacking = [own.keys for own in prefix.lacking]
+        return sum(map(len, lacking if self._files is None else map(tier.held, lacking)))
 
     def load(self, request: Request, prefix: Prefix) -> list[int]:
         """Let the next step load what lies outside of a prefix; return the blocks that it is loaded
@@ -72,14 +73,9 @@ class PrefixCache:
             return []
         own = request.prefix
         own.num_offered = prefix.num_tokens // self.unit
-        by_group = self._load(self._outside, own, prefix.by_group)
+        _, loaded = self._load(self._outside, own, prefix)
         own.num_filed, own.num_offered = own.num_offered, 0
-        return [
-            block_id
-            for found, given in zip(prefix.by_group, by_group, strict=True)
-            for before, block_id in zip(found, given, strict=True)
-            if before == OUTSIDE
-        ]
+        return loaded
 
     def forget_blocks(self, block_ids: Iterable[int]) -> None:
         """Drop the contents of blocks, which were loaded and did not match."""
@@ -168,9 +164,8 @@ class PrefixCache:
     def take_changes(self) -> CachedChanges:
         """Return what has changed in the prefix cache since the last call."""
         changes = self._pool.take_changes()
-        contents = map(self._pool.contents_of, changes.cached)
-        hashes = [key_of(group, block_hash) for block_hash, group in contents]
-        return CachedChanges(CachedBlocks.of(changes.cached, hashes), changes.distrusted)
+        keys = self._pool.keys_of(changes.cached)
+        return CachedChanges(CachedBlocks.of([*keys], [*keys.values()]), changes.distrusted)
 
     def restore(self, blocks: CachedBlocks) -> int:
         """Put blocks that an earlier driver has filled into the prefix cache, as far as no request
@@ -187,44 +182,43 @@ class PrefixCache:
         return num_restored
 
     def _load(
-        self,
-        outside: OutsideBlocks,
-        own: RequestPrefix,
-        by_group: Sequence[Sequence[int]],
-    ) -> list[list[int]]:
+        self, outside: OutsideBlocks, own: RequestPrefix, prefix: Prefix
+    ) -> tuple[Sequence[Sequence[int]], list[int]]:
         """Let the next step load what a request begins with and no block has, into blocks that
-        others may share at once; return the blocks with these. They have no reference yet."""
-        found = [list(own) for own in by_group]
-        lacking = self._lacking(own, by_group)
-        if not lacking:
-            return found
+        others may share at once; return the blocks of each group with these, and these. They have
+        no reference yet."""
+        loaded: list[int] = []
+        if not prefix.lacking:
+            return prefix.by_group, loaded
         # Allocations evict blocks: neither what is there nor what is outside may go.
-        for block_ids in by_group:
+        for block_ids in prefix.by_group:
             self._pool.hold([i for i in block_ids if i != OUTSIDE])
-        keys = [key_of(group, block_hash) for group, _, block_hash in lacking]
-        outside.keep(keys)
-        given = self._pool.allocate(len(lacking))
-        for (group, index, block_hash), key, block_id in zip(lacking, keys, given, strict=True):
-            if self._files is not None and key not in self._files:
-                # Host memory may have what is in no file: from another group, for example.
-                own.num_offered = min(own.num_offered, index * self._hashes.strides[group])
-            outside.load(key, block_id)
-            self._pool.remember(group, block_id, block_hash)
-            found[group][index] = block_id
+        found = [list(block_ids) for block_ids in prefix.by_group]
+        for part in prefix.lacking:
+            outside.keep(part.keys)
+        for part in prefix.lacking:
+            given = self._pool.allocate(len(part.keys))
+            self._note_unfiled(own, part)
+            outside.load(dict(zip(given, part.keys, strict=True)))
+            self._pool.remember_all(part.group, given, part.hashes)
+            of_group = found[part.group]
+            for place, block_id in zip(part.places, given, strict=True):
+                of_group[place] = block_id
+            loaded += given
         for block_ids in found:
             self._pool.release(block_ids)
-        return found
+        return found, loaded
 
-    def _lacking(
-        self, own: RequestPrefix, by_group: Sequence[Sequence[int]]
-    ) -> list[tuple[int, int, bytes]]:
-        """Return group, index and hash of each block that lies outside."""
-        return [
-            (group, index, self._hashes.at(own.hashes, group, index))
-            for group, block_ids in enumerate(by_group)
-            for index, block_id in enumerate(block_ids)
-            if block_id == OUTSIDE
-        ]
+    def _note_unfiled(self, own: RequestPrefix, part: LackingBlocks) -> None:
+        """Let blocks be offered to files that are loaded from host memory alone: they may have come
+        from another group, for example."""
+        if self._files is None:
+            return
+        filed = self._files.held(part.keys)
+        for place, key in zip(part.places, part.keys, strict=True):
+            if key not in filed:
+                own.num_offered = min(own.num_offered, place * self._hashes.strides[part.group])
+                return
 
     def _offer(self, request: Request, files: FetchedBlocks) -> None:
         """Offer the blocks that a request has filled, and from which it has sampled a token: had

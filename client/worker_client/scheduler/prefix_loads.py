@@ -41,7 +41,7 @@ class PrefixLoads:
         are blocks for it."""
         if request.blocks.were_loaded or not self._queues.running:
             return False
-        if self._blocks.num_in_host_memory(request, prefix) < LEAST_BLOCKS:
+        if self._blocks.num_in_host_memory(prefix) < LEAST_BLOCKS:
             return False
         # What comes from files is loaded by the next step, which waits for it.
         self._loaded[request.id] = self._outside.load_beside(self._blocks.load(request, prefix))

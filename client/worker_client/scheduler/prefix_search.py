@@ -2,17 +2,36 @@
 outside of it."""
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from rpc_schema.kv_cache import NULL_BLOCK, blocks_behind
 from worker_client.scheduler.block_hashes import BlockHashes
 from worker_client.scheduler.block_pool import BlockPool
 from worker_client.scheduler.interface import SchedulerLimits
-from worker_client.scheduler.outside_blocks import OutsideBlocks, key_of
+from worker_client.scheduler.outside_blocks import OutsideBlocks, keys_in
 from worker_client.scheduler.request import Request
 
 OUTSIDE: Final = -1
 """Takes the place of a block whose contents have to be loaded."""
+
+
+LOOKED_AT: Final = 128
+"""Blocks that are looked up together: of a prompt whose beginning nobody has, few are in vain."""
+
+
+_Found: TypeAlias = list[int | None]
+"""A group's blocks with a request's contents, by their place: the block, or OUTSIDE; None where
+neither the pool nor another place has them."""
+
+
+class LackingBlocks(NamedTuple):
+    """Blocks of a prefix that lie outside, of one group. Aligned columns."""
+
+    group: int
+    places: list[int]
+    """Among the request's blocks of the group."""
+    hashes: list[bytes]
+    keys: list[bytes]
 
 
 class Prefix(NamedTuple):
@@ -24,6 +43,8 @@ class Prefix(NamedTuple):
     num_tokens: int = 0
     num_loaded_tokens: int = 0
     """Those of them whose KV the first group has to load."""
+    lacking: Sequence[LackingBlocks] = ()
+    """Blocks that have to be loaded, of the groups that have some."""
 
 
 class PrefixSearch:
@@ -51,15 +72,17 @@ class PrefixSearch:
         compute. If layers keep states, the prefix ends at a checkpoint."""
         if not self._may_begin(request):
             return self._nothing
-        hashes = self._hashes.of(request)
-        length = self._served_length(hashes, self._most(request))
-        prefix = self._prefix(hashes, length)
+        hashes, length = self._hashes.of(request), self._most(request)
+        found = [self._find(group, hashes, length) for group in range(len(self._groups))]
+        length = self._served_length(found, hashes, length)
+        prefix = self._prefix(found, hashes, length)
         if self._outside is not None:
             # A step loads so many; beyond that, half of a prefix is better than none. Groups with
             # windows need other blocks for it.
-            while sum(own.count(OUTSIDE) for own in prefix.by_group) > self._outside.room:
-                length = self._served_length(hashes, length // 2 // self._step * self._step)
-                prefix = self._prefix(hashes, length)
+            while sum(len(own.keys) for own in prefix.lacking) > self._outside.room:
+                half = length // 2 // self._step * self._step
+                length = self._served_length(found, hashes, half)
+                prefix = self._prefix(found, hashes, length)
         return prefix
 
     def find_lacking(self, request: Request, *, windowed: bool) -> list[list[bytes]]:
@@ -72,16 +95,17 @@ class PrefixSearch:
         if windowed:
             for group, blocks in enumerate(self._groups):
                 if blocks.window is None:
-                    length = self._cached_length(group, hashes, length) // step * step
+                    known = self._find(group, hashes, length)
+                    length = self._cached_length(group, known, length) // step * step
         found = []
         for group, blocks in enumerate(self._groups):
             if windowed != (blocks.window is not None):
                 continue
             first = blocks_behind(length * self._hashes.unit, blocks) if windowed else 0
             end = length // self._hashes.strides[group]
-            names = (self._hashes.at(hashes, group, index) for index in range(first, end))
             cached = self._pool.contents(group)
-            found.append([key_of(group, each) for each in names if each not in cached])
+            names = self._names(group, hashes, first, end)
+            found.append(keys_in(group, [each for each in names if each not in cached]))
         return found
 
     def keys_of(self, request: Request) -> list[bytes]:
@@ -90,14 +114,12 @@ class PrefixSearch:
         if not request.prefix.may_share:
             return []
         hashes, length = self._hashes.of(request), self._most(request)
-        return [
-            key_of(group, self._hashes.at(hashes, group, index))
-            for group, blocks in enumerate(self._groups)
-            for index in range(
-                blocks_behind(length * self._hashes.unit, blocks),
-                length // self._hashes.strides[group],
-            )
-        ]
+        found = []
+        for group, blocks in enumerate(self._groups):
+            first = blocks_behind(length * self._hashes.unit, blocks)
+            end = length // self._hashes.strides[group]
+            found += keys_in(group, self._names(group, hashes, first, end))
+        return found
 
     def _may_begin(self, request: Request) -> bool:
         return self._is_enabled and request.prefix.may_share
@@ -106,37 +128,32 @@ class PrefixSearch:
         """Return the length in hashes of the longest prefix that a request may have."""
         return request.most_cached // self._hashes.unit // self._step * self._step
 
-    def _served_length(self, hashes: Sequence[bytes], most: int) -> int:
+    def _served_length(self, found: Sequence[_Found], hashes: Sequence[bytes], most: int) -> int:
         """Return the length in hashes, at most `most`, of the longest prefix that every group can
-        serve; it ends at a checkpoint if layers keep states."""
+        serve; it ends at a checkpoint if layers keep states. found: by group."""
         length, fitted = most, 0
         while fitted != length:
             fitted = length
-            for group in range(len(self._groups)):
-                length = self._cached_length(group, hashes, length) // self._step * self._step
+            for group, own in enumerate(found):
+                length = self._cached_length(group, own, length) // self._step * self._step
             if self._has_checkpoints:
                 length = self._checkpointed_length(hashes, length)
         return length
 
-    def _cached_length(self, group: int, hashes: Sequence[bytes], most: int) -> int:
+    def _cached_length(self, group: int, found: _Found, most: int) -> int:
         """Return the length in hashes, at most `most`, of the longest prefix that a group can
         serve: it has all blocks that the next token sees. The prefix is a whole number of the
         group's blocks."""
         stride, blocks = self._hashes.strides[group], self._groups[group]
-        if blocks.window is None:
-            cached, outside = self._pool.contents(group), self._outside
-            for end in range(stride, most + 1, stride):
-                block_hash = hashes[end - 1]
-                if block_hash not in cached and (
-                    outside is None or key_of(group, block_hash) not in outside
-                ):
-                    return end - stride
-            return most // stride * stride
         end = most // stride
+        if blocks.window is None:
+            return (
+                next((at for at in range(min(end, len(found))) if found[at] is None), end) * stride
+            )
         index = end
         while index > blocks_behind(end * blocks.block_size, blocks):
             index -= 1
-            if self._find(group, hashes, index) is None:
+            if found[index] is None:
                 end = index
         return end * stride
 
@@ -149,27 +166,62 @@ class PrefixSearch:
                 return length
         return 0
 
-    def _prefix(self, hashes: Sequence[bytes], length: int) -> Prefix:
+    def _prefix(self, found: Sequence[_Found], hashes: Sequence[bytes], length: int) -> Prefix:
         """Return the prefix of so many hashes, which every group can serve."""
         if not length:
             return self._nothing
-        by_group = [self._blocks(group, hashes, length) for group in range(len(self._groups))]
-        num_loaded = 0 if self._outside is None else by_group[0].count(OUTSIDE)
-        return Prefix(by_group, length * self._hashes.unit, num_loaded * self._groups[0].block_size)
-
-    def _blocks(self, group: int, hashes: Sequence[bytes], length: int) -> list[int]:
-        behind = blocks_behind(length * self._hashes.unit, self._groups[group])
-        found = [
-            self._find(group, hashes, index)
-            for index in range(behind, length // self._hashes.strides[group])
+        by_group = [self._blocks(group, own, length) for group, own in enumerate(found)]
+        num_tokens = length * self._hashes.unit
+        if self._outside is None:
+            return Prefix(by_group, num_tokens)
+        lacking = [
+            self._lacking(group, hashes, own)
+            for group, own in enumerate(by_group)
+            if OUTSIDE in own
         ]
-        return [NULL_BLOCK] * behind + [block_id for block_id in found if block_id is not None]
+        num_loaded = by_group[0].count(OUTSIDE) * self._groups[0].block_size
+        return Prefix(by_group, num_tokens, num_loaded, lacking)
 
-    def _find(self, group: int, hashes: Sequence[bytes], index: int) -> int | None:
-        """Return the block with the contents at an index, or OUTSIDE; None if neither has them."""
-        block_hash = self._hashes.at(hashes, group, index)
-        block_id = self._pool.find(group, block_hash)
-        outside = self._outside
-        if block_id is None and outside is not None and key_of(group, block_hash) in outside:
-            return OUTSIDE
-        return block_id
+    def _blocks(self, group: int, found: _Found, length: int) -> list[int]:
+        behind = blocks_behind(length * self._hashes.unit, self._groups[group])
+        seen = found[behind : length // self._hashes.strides[group]]
+        return [NULL_BLOCK] * behind + [block_id for block_id in seen if block_id is not None]
+
+    def _lacking(self, group: int, hashes: Sequence[bytes], own: Sequence[int]) -> LackingBlocks:
+        stride = self._hashes.strides[group]
+        places = [place for place, block_id in enumerate(own) if block_id == OUTSIDE]
+        lacking = [hashes[(place + 1) * stride - 1] for place in places]
+        return LackingBlocks(group, places, lacking, keys_in(group, lacking))
+
+    def _find(self, group: int, hashes: Sequence[bytes], most: int) -> _Found:
+        """Look up the blocks of a group in the first `most` hashes. Without a window, those behind
+        one that neither has may be left out."""
+        found: _Found = []
+        has_window = self._groups[group].window is not None
+        end = most // self._hashes.strides[group]
+        size = end if has_window else LOOKED_AT
+        for first in range(0, end, size or 1):
+            names = self._names(group, hashes, first, min(end, first + size))
+            found += self._look_up(group, names)
+            if not has_window and None in found:
+                break
+        return found
+
+    def _look_up(self, group: int, names: Sequence[bytes]) -> _Found:
+        found: _Found = [*map(self._pool.contents(group).get, names)]
+        if self._outside is None or None not in found:
+            return found
+        keys = keys_in(group, names)
+        lacking = [key for key, block_id in zip(keys, found, strict=True) if block_id is None]
+        held = self._outside.held(lacking)
+        if not held:
+            return found
+        return [
+            OUTSIDE if block_id is None and key in held else block_id
+            for key, block_id in zip(keys, found, strict=True)
+        ]
+
+    def _names(self, group: int, hashes: Sequence[bytes], first: int, end: int) -> Sequence[bytes]:
+        """Return the hashes of a request's blocks of a group, from place `first` to end - 1."""
+        stride = self._hashes.strides[group]
+        return hashes[(first + 1) * stride - 1 : end * stride : stride]

@@ -46,6 +46,7 @@ from worker_client.scheduler.request_queues import RequestQueues, Urgency, by_pr
 from worker_client.scheduler.sampling_weights import SamplingWeights
 from worker_client.scheduler.step_budget import Clock, StepBudget
 from worker_client.scheduler.step_results import StepResults
+from worker_client.scheduler.stores_ahead import StoresAhead
 from worker_client.scheduler_output import (
     SchedulerOutput,
     StepResult,
@@ -116,6 +117,9 @@ class Scheduler:
         self._loads: PrefixLoads | None = None
         if self._outside.tier is not None:
             self._loads = PrefixLoads(self._outside, self._queues, self._blocks)
+        self._stores_ahead: StoresAhead | None = None
+        if limits.max_stored_ahead and self._outside.tier and self._pool.ranked:
+            self._stores_ahead = StoresAhead(limits, self._pool, self._pool.ranked, self._outside)
         self._steps = OpenSteps(self._step_budget, self._draft_lengths)
         self._exits = RequestExits(self._queues, self._prefixes, self._weights, self._draft_lengths)
         self._results = StepResults(self._queues, self._prefixes, self._exits, self._draft_lengths)
@@ -304,6 +308,8 @@ class Scheduler:
                 # yet: ids without a row are ignored.
                 preempted = [*preempted, request.id]
                 request.needs_admission = False
+        if self._stores_ahead is not None:
+            self._stores_ahead.plan()
         brought = step.take_drafts()
         decoded = self._groups.commit(number, step.group, step.decodes, step.drafts)
         for req_id, count in step.prefills.items():

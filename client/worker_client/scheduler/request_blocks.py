@@ -52,9 +52,9 @@ class RequestBlocks:
             needed += most
         return needed <= num_free
 
-    def num_in_host_memory(self, request: Request, prefix: Prefix) -> int:
+    def num_in_host_memory(self, prefix: Prefix) -> int:
         """Return how many blocks of a prefix have to be loaded from host memory."""
-        return self._prefixes.num_in_host_memory(request, prefix)
+        return self._prefixes.num_in_host_memory(prefix)
 
     def load(self, request: Request, prefix: Prefix) -> list[int]:
         """Let the next step load what a waiting request may begin with and no block has; return the

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.kv_cache import NULL_BLOCK, BlockGroup, blocks_behind
 from worker_client.group.prefixes import GroupPrefixes
-from worker_client.scheduler.host_tier import TierSlots
+from worker_client.scheduler.host_tier import HostPlace
 from worker_client.steps.block_moves import HostMoves
 from worker_client.vllm.prefix_notes import tag_of
 from worker_client.vllm.settings import LOGGER
@@ -50,7 +50,7 @@ class OffloadedBlocks:
         self._prefixes = prefixes
         self._name_of = name_of
         self._groups = tuple(groups)
-        self._slots = TierSlots(num_slots)
+        self._tier = HostPlace(num_slots)
         self._tag = tag
         self._ends = False
         """All contents are forgotten with the step that is being planned."""
@@ -63,13 +63,13 @@ class OffloadedBlocks:
         """Take over what all ranks have, of earlier servers and of this one, before any step or
         after a lost one; return the number of blocks."""
         self._end()
-        self._slots.forget_all()
+        self._tier.forget_all()
         try:
             found = self._prefixes.get(self._tag, in_host_tier=True)
         except WorkerDaemonError as error:
             _LOG.warning("the blocks in host memory are not used: %s", error)
             return 0
-        num_blocks = self._slots.restore(found)
+        num_blocks = self._tier.slots.restore(found)
         if num_blocks:
             _LOG.info("%d blocks are in host memory", num_blocks)
         return num_blocks
@@ -86,7 +86,7 @@ class OffloadedBlocks:
                 end = self._last_held(number, hashes, first, end)
         while end > first and not self._fits(hashes, first, end):
             end -= self._step
-        self._slots.keep([place.name for place in self._places(hashes, first, end)])
+        self._tier.keep([place.name for place in self._places(hashes, first, end)])
         return max(0, end - first)
 
     def load(
@@ -102,17 +102,17 @@ class OffloadedBlocks:
         )
         block_ids = [by_group[place.group][place.at] for place in places]
         assert NULL_BLOCK not in block_ids and len(block_ids) == given, "vLLM sees other windows"
-        for place, block_id in zip(places, block_ids, strict=True):
-            self._slots.load(place.name, block_id)
+        names = [place.name for place in places]
+        self._tier.load(dict(zip(block_ids, names, strict=True)))
 
     def evict(self, name: bytes, block_id: int) -> None:
         """Keep the contents of a block that the next step gives to a request."""
         if not self._ends:
-            self._slots.evict(name, block_id)
+            self._tier.evict({block_id: name})
 
     def take_moves(self) -> tuple[HostMoves, ...]:
         """Return what the step that is sent now moves."""
-        moves = self._slots.take_moves(self._tag)
+        moves = self._tier.take_moves(self._tag)
         self._end()
         return moves
 
@@ -120,11 +120,11 @@ class OffloadedBlocks:
         """Forget a request's contents from token `first` on."""
         groups = range(len(self._groups))
         lost = hashes[first // self.unit :]
-        self._slots.forget(self._name_of(each, group) for each in lost for group in groups)
+        self._tier.forget(self._name_of(each, group) for each in lost for group in groups)
 
     def forget_all(self) -> None:
         """Forget all contents: they are of other weights, which the daemons know."""
-        self._slots.forget_all()
+        self._tier.forget_all()
 
     def begin_anew(self) -> None:
         """Forget all contents for good: nothing that the daemons have now is found again. A step
@@ -134,14 +134,14 @@ class OffloadedBlocks:
     def _end(self) -> None:
         if self._ends:
             self._ends = False
-            self._slots.forget_all()
+            self._tier.forget_all()
             self._tag = tag_of(self._tag, os.urandom(16))
 
     def _last_held(self, group: int, hashes: Sequence[bytes], first: int, end: int) -> int:
         """Return the end, at most `end`, of the tokens that a group without a window has."""
         size = self._groups[group].block_size
         for index in range(first // size, end // size):
-            if self._name(group, hashes, index) not in self._slots:
+            if self._name(group, hashes, index) not in self._tier:
                 return index * size // self._step * self._step
         return end
 
@@ -150,7 +150,7 @@ class OffloadedBlocks:
         have all."""
         for number, place in enumerate(self._places(hashes, first, end), 1):
             has_window = self._groups[place.group].window is not None
-            if number > self._slots.room or (has_window and place.name not in self._slots):
+            if number > self._tier.room or (has_window and place.name not in self._tier):
                 return False
         return True
 

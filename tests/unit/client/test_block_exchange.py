@@ -10,8 +10,7 @@ from tests.support.exhaustive import seeds
 from worker_client.scheduler.block_exchange import HostBlockExchange
 from worker_client.scheduler.block_pool import BlockPool
 from worker_client.scheduler.content_names import ContentNames
-from worker_client.scheduler.host_tier import TierSlots
-from worker_client.scheduler.outside_blocks import key_of
+from worker_client.scheduler.host_tier import HostPlace
 from worker_client.scheduler_output import SchedulerOutput
 
 NUM_SLOTS, NUM_BLOCKS = 24, 16
@@ -28,8 +27,8 @@ class Modelled:
 
     def __init__(self, seed, groups=PLAIN):
         self.rng = random.Random(seed)
-        self.tier = TierSlots(NUM_SLOTS)
-        self.pool = BlockPool(NUM_BLOCKS, len(groups), 0, self._evict)
+        self.tier = HostPlace(NUM_SLOTS)
+        self.pool = BlockPool(NUM_BLOCKS, len(groups), 0, self.tier.evict)
         self.names = ContentNames(groups, b"tag")
         self.wanted = []
         self.steps = SimpleNamespace(next=0, oldest=0, num_failures=0)
@@ -44,9 +43,6 @@ class Modelled:
         """Steps in flight by number, and keys by slot."""
         self.asked, self.taken, self.reserved = {}, [], []
         self.num_names = self.num_prompts = 0
-
-    def _evict(self, block_id, group, block_hash):
-        self.tier.evict(key_of(group, block_hash), block_id)
 
     def new_names(self, count):
         self.num_names += count
@@ -86,7 +82,7 @@ class Modelled:
 
     def is_there(self, contents):
         keys = self.names.keys_of(contents.name)
-        return [self.tier.slot_of(key) for key in keys] == [*contents.slots]
+        return [self.tier.slots.get(key) for key in keys] == [*contents.slots]
 
     def want(self):
         """Contents that were computed, and some that will be."""
@@ -228,7 +224,7 @@ def test_contents_that_one_kv_group_lacks_come_whole():
     model.outgoing.want(1, [name])
     model.outgoing.keep_filled()
     assert not model.outgoing.has_kept(1) and not model.tier.has_moves
-    model.tier.evict(first, block_id)
+    model.tier.evict({block_id: first})
     (moves,) = model.tier.take_moves(b"tag")
     assert moves.stored.hashes == (first,)
     (held,) = model.exchange.reserve([name])

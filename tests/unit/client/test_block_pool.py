@@ -56,26 +56,42 @@ class PoolModel:
         self.block_of = {n: each for n, each in self.block_of.items() if each != block_id}
 
 
-@pytest.mark.parametrize("every", [0, 1, 2, 3, 7, 50])
+def rank_some(rng, ranked, model):
+    """Let some more of the free blocks be known as those that go next."""
+    if rng.random() < 0.3:
+        count = rng.randint(0, 5)
+        firsts = ranked.behind_next(count)
+        assert firsts == model.free[ranked.num_next :][:count]
+        ranked.add_next(len(firsts))
+
+
+@pytest.mark.parametrize(
+    ("every", "tells"), [(0, True), *((every, False) for every in (0, 1, 2, 3, 7, 50))]
+)
 @pytest.mark.parametrize("seed", seeds(2, of=20))
-def test_blocks_are_those_of_the_model(every, seed):
+def test_blocks_are_those_of_the_model(every, seed, tells):
     rng = random.Random(100 * every + seed)
-    num_blocks = rng.choice([8, 31, 60])
-    pool, model = BlockPool(num_blocks, 2, every), PoolModel(num_blocks, every)
-    held, names, blocks_of = [], 0, OrderedDict()
+    num_blocks, evicted = rng.choice([8, 31, 60]), {}
+    pool = BlockPool(num_blocks, 2, every, evicted.update if tells else None)
+    model, held, names, blocks_of = PoolModel(num_blocks, every), [], 0, OrderedDict()
     for _ in range(NUM_OPERATIONS):
+        if pool.ranked is not None:
+            rank_some(rng, pool.ranked, model)
         assert pool.num_free == len(model.free) == sum(not n for n in model.refs.values())
         found = {name: pool.find(0, name) for name in blocks_of}
         assert found == {name: model.block_of.get(name) for name in blocks_of}
         choice = rng.random()
         if choice < 0.35:
             index, count = rng.randrange(6), rng.randrange(1 + min(5, pool.num_free))
+            before = {each: name + b"\0" for name, each in model.block_of.items()}
+            evicted.clear()
             if every and rng.random() < 0.7:
                 given = pool.allocate_from(index, count)
                 wanted = [model.take(index + i) for i in range(count)]
             else:
                 given, wanted = pool.allocate(count), [model.take(None) for _ in range(count)]
             assert given == wanted
+            assert evicted == {i: before[i] for i in given if tells and i in before}
             held.append(given)
         elif choice < 0.6 and held:
             own = held.pop(rng.randrange(len(held)))

@@ -30,12 +30,12 @@ def test_loads_and_stores_are_of_what_is_there(seed):
         taken = rng.sample(range(NUM_BLOCKS), rng.randint(0, 3))
         for block in taken:
             if block in blocks:
-                files.evict(blocks[block], block)
+                files.evict({block: blocks[block]})
             there = [key for key in sorted(in_memory) if key in files]
             if there and rng.random() < 0.5:
                 key = rng.choice(there)
                 files.keep([key])
-                files.load(key, block)
+                files.load({block: key})
                 assert key not in files
                 num_loaded += 1
         moves = files.take_moves(TAG)
@@ -85,5 +85,5 @@ def test_a_step_moves_no_more_than_a_message_holds(monkeypatch):
     (moves,) = files.take_moves(TAG)
     assert len(moves.stored.block_ids) == 2
     files.fetched([b"x"])
-    files.load(b"x", 1)
+    files.load({1: b"x"})
     assert files.room == 1

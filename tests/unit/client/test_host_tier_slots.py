@@ -9,7 +9,7 @@ import pytest
 from rpc_schema.moved_blocks import MAX_MOVED_BLOCKS
 from tests.support.exhaustive import seeds
 from worker_client.scheduler import host_tier
-from worker_client.scheduler.host_tier import TierSlots
+from worker_client.scheduler.host_tier import HostPlace
 from worker_client.scheduler_output import SchedulerOutput
 from worker_client.steps.cached_blocks import CachedBlocks
 
@@ -46,7 +46,7 @@ class Rank:
 @pytest.mark.parametrize("seed", seeds(3, of=40))
 def test_what_is_loaded_is_there(seed, num_slots):
     rng = random.Random(seed)
-    tier, rank = TierSlots(num_slots), Rank(num_slots)
+    tier, rank = HostPlace(num_slots), Rank(num_slots)
     names, num_loaded = iter(range(1 << 30)), 0
     for _ in range(300):
         taken = set()
@@ -54,12 +54,12 @@ def test_what_is_loaded_is_there(seed, num_slots):
             block = rng.choice([b for b in range(NUM_BLOCKS) if b not in taken])
             taken.add(block)
             if block in rank.blocks:
-                tier.evict(rank.blocks[block], block)
+                tier.evict({block: rank.blocks[block]})
             there = [key for key in rank.slots.values() if key in tier]
             if there and rng.random() < 0.6:
                 key = rng.choice(there)
                 tier.keep([key])
-                tier.load(key, block)
+                tier.load({block: key})
                 num_loaded += 1
         output = SchedulerOutput(extensions=tier.take_moves(TAG))
         if rng.random() < 0.1:  # it fails: the rank may have done what it says, or not
@@ -81,32 +81,32 @@ def test_what_is_loaded_is_there(seed, num_slots):
 
 
 def test_the_least_recently_used_goes_first():
-    tier = TierSlots(3)
+    tier = HostPlace(3)
     for number in range(3):
-        tier.evict(b"%d" % number, 1)
+        tier.evict({1: b"%d" % number})
         tier.take_moves(TAG)
     tier.keep([b"0"])
-    tier.load(b"0", 5)
-    tier.evict(b"3", 2)
+    tier.load({5: b"0"})
+    tier.evict({2: b"3"})
     assert [key in tier for key in (b"0", b"1", b"2")] == [True, False, True]
 
 
 def test_contents_that_are_there_are_not_stored_again():
-    tier = TierSlots(2)
-    tier.evict(b"a", 1)
+    tier = HostPlace(2)
+    tier.evict({1: b"a"})
     (moves,) = tier.take_moves(TAG)
     assert moves.stored.hashes == (b"a",)
-    tier.evict(b"a", 4)
+    tier.evict({4: b"a"})
     assert tier.take_moves(TAG) == ()
 
 
 def test_failed_stores_are_forgotten():
-    tier = TierSlots(4)
-    tier.evict(b"a", 1)
+    tier = HostPlace(4)
+    tier.evict({1: b"a"})
     sent = SchedulerOutput(extensions=tier.take_moves(TAG))
-    tier.evict(b"b", 2)
+    tier.evict({2: b"b"})
     failed = SchedulerOutput(extensions=tier.take_moves(TAG))
-    tier.evict(b"c", 3)
+    tier.evict({3: b"c"})
     tier.fail([failed])
     assert [key in tier for key in (b"a", b"b", b"c")] == [True, False, False]
     tier.fail([sent])
@@ -114,27 +114,27 @@ def test_failed_stores_are_forgotten():
 
 
 def test_a_next_driver_fills_the_slots_between():
-    tier = TierSlots(6)
-    assert tier.restore(CachedBlocks.of([4, 1], [b"x", b"y"])) == 2
+    tier = HostPlace(6)
+    assert tier.slots.restore(CachedBlocks.of([4, 1], [b"x", b"y"])) == 2
     assert b"x" in tier
     assert b"y" in tier
     for number in range(4):
-        tier.evict(b"%d" % number, number)
+        tier.evict({number: b"%d" % number})
     (moves,) = tier.take_moves(TAG)
     assert sorted(moves.stored.slots) == [0, 2, 3, 5]
 
 
 def test_slots_of_a_larger_tier_are_left_out():
-    tier = TierSlots(2)
+    tier = HostPlace(2)
     restored = CachedBlocks(np.array([1, 5], np.int32), np.zeros((2, 4), np.uint8))
-    assert tier.restore(restored) == 1
+    assert tier.slots.restore(restored) == 1
 
 
 def test_a_step_moves_no_more_than_a_message_holds(monkeypatch):
-    assert TierSlots(4).room == MAX_MOVED_BLOCKS
+    assert HostPlace(4).room == MAX_MOVED_BLOCKS
     monkeypatch.setattr(host_tier, "MAX_MOVED_BLOCKS", 2)
-    tier = TierSlots(4)
+    tier = HostPlace(4)
     for number in range(3):
-        tier.evict(b"%d" % number, number)
+        tier.evict({number: b"%d" % number})
     (moves,) = tier.take_moves(TAG)
     assert len(moves.stored.block_ids) == 2

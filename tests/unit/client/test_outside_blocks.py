@@ -18,7 +18,7 @@ from worker_client.driver_parts.kv_files import kv_files_parts
 from worker_client.driver_parts.live_requests import LiveRequests
 from worker_client.group.kv_files import FetchProgress
 from worker_client.group.weights_state import WeightsVersion
-from worker_client.scheduler import Scheduler, SchedulerLimits, prefix_loads
+from worker_client.scheduler import Scheduler, SchedulerLimits, prefix_loads, stores_ahead
 from worker_client.scheduler.outside_blocks import OutsideBlocks
 from worker_client.scheduler_output import SchedulerOutput, StepResult
 from worker_client.steps.block_moves import HostMoves, KVFileMoves
@@ -223,6 +223,7 @@ def new_driver(rank, num_blocks, **fields):
         groups=rank.groups,
         num_host_blocks=rank.num_slots,
         has_kv_files=True,
+        max_stored_ahead=rank.rng.choice([0, 1, 4]),
         pipeline_parallel_size=rank.rng.choice([1, 2]),
         **fields,
     )
@@ -269,6 +270,8 @@ def test_requests_begin_with_what_they_need_from_any_mixture_of_places(
     seed, kind, least_beside, monkeypatch
 ):
     monkeypatch.setattr(prefix_loads, "LEAST_BLOCKS", least_beside)
+    for name in ("POOL_DIVISOR", "SLOTS_DIVISOR"):
+        monkeypatch.setattr(stores_ahead, name, 2)
     rng = random.Random(seed)
     rank = Rank(rng, KINDS[kind])
     stems = [[rng.randrange(VOCAB) for _ in range(rng.randint(8, 30))] for _ in range(4)]
@@ -322,11 +325,11 @@ def test_a_block_that_is_taken_again_before_its_step_has_one_load_and_no_content
         loads = []
         for block in rng.choices(range(num_blocks), k=rng.randint(1, 5)):
             if block in planned:  # as the pool does, which has the contents that are to come too
-                outside.evict(planned.pop(block), block)
-            if there := [key for key in keys if key in outside and key not in planned.values()]:
+                outside.evict({block: planned.pop(block)})
+            if there := sorted(outside.held(keys) - {*planned.values()}):
                 planned[block] = key = rng.choice(there)
                 outside.keep([key])
-                outside.load(key, block)
+                outside.load({block: key})
                 num_taken_again += block in loads
                 loads.append(block)
         if rng.random() < 0.1:
@@ -402,7 +405,7 @@ def test_a_request_comes_back_though_others_have_taken_the_blocks_that_it_loads(
     queues = SimpleNamespace(running={"other"}, load=lambda request: None, end_load=released.append)
 
     def load(request, prefix):
-        outside.load(b"first", 7)
+        outside.load({7: b"first"})
         return [7]
 
     blocks = SimpleNamespace(num_in_host_memory=lambda *_: prefix_loads.LEAST_BLOCKS, load=load)
@@ -411,7 +414,7 @@ def test_a_request_comes_back_though_others_have_taken_the_blocks_that_it_loads(
     assert loads.begin(request, None)
     loads.end_arrived()
     assert loads.is_loading and not released
-    outside.load(b"other", 7)
+    outside.load({7: b"other"})
     (moves,) = outside.take_moves(b"tag")
     assert moves.num_beside == 0 and moves.loaded.hashes == (b"other",)
     loads.end_arrived()

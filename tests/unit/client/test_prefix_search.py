@@ -24,8 +24,8 @@ class Outside:
     def __init__(self):
         self.keys, self.room = set(), 1 << 30
 
-    def __contains__(self, key):
-        return key in self.keys
+    def held(self, keys):
+        return self.keys.intersection(keys)
 
 
 class Scattered:
@@ -59,7 +59,7 @@ class Scattered:
     def place(self, group, index):
         """A block's id, OUTSIDE, or None."""
         found = self.pool.find(group, self.names[index])
-        if found is None and key_of(group, self.names[index]) in self.outside:
+        if found is None and key_of(group, self.names[index]) in self.outside.keys:
             return OUTSIDE
         return found
 

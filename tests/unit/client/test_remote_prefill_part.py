@@ -28,7 +28,7 @@ from worker_client.group.kv_transfers import MovesReport
 from worker_client.scheduler.block_exchange import HostBlockExchange
 from worker_client.scheduler.block_pool import BlockPool
 from worker_client.scheduler.content_names import ContentNames
-from worker_client.scheduler.host_tier import TierSlots
+from worker_client.scheduler.host_tier import HostPlace
 from worker_client.scheduler.outside_blocks import key_of
 
 NUM_SLOTS, TAG, TIMEOUT_S = 40, b"tag", 10.0
@@ -195,7 +195,7 @@ class DecodingSide:
             "sleep": lambda seconds: None,
         }
         monkeypatch.setattr(remote_prefill, "time", SimpleNamespace(**clock))
-        self.tier, self.keys, self.num_requests = TierSlots(NUM_SLOTS), {}, 0
+        self.tier, self.keys, self.num_requests = HostPlace(NUM_SLOTS), {}, 0
         pool, names = BlockPool(8, len(groups)), ContentNames(groups, TAG)
         steps = SimpleNamespace(next=0, oldest=0, num_failures=0)
         self.exchange = HostBlockExchange(self.tier, pool, self.keys.get, names, steps)
@@ -255,7 +255,7 @@ def test_each_request_is_admitted_and_no_slot_is_lost(seed, groups, monkeypatch)
             side.part.attend()
         side.check()
         if side.rng.random() < 0.1:  # something else takes room
-            side.tier.evict(side.rng.randbytes(17), 1)
+            side.tier.evict({1: side.rng.randbytes(17)})
             side.tier.take_moves(b"")
     side.ranks.is_calm = True
     for _ in range(400):

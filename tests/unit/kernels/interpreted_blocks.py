@@ -49,3 +49,9 @@ def test_parts_are_summed_up(shape, has_stored):
     OURS.sum_parts(rows, keys, shape, found[:, 1:-1], stored)
     REFERENCE.sum_parts(rows, keys, shape, expected[:, 1:-1], stored)
     assert found.equal(expected) and found[:, 1:-1].ne(0).all()
+    ours = random_words(num_pages, 7, shape.num_words).transpose(0, 1)  # as in a KV cache
+    theirs, block_ids = ours.clone(), torch.randperm(7)[:3].int()
+    found.zero_()
+    OURS.deliver(rows, block_ids, ours, keys, shape, found[:, 1:-1], stored)
+    REFERENCE.scatter(rows, block_ids, theirs)
+    assert found.equal(expected) and ours.equal(theirs)

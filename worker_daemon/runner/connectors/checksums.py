@@ -5,6 +5,7 @@ Shapes: n blocks, W int32 words of a block on this rank, U parts.
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from worker_daemon.contracts.arrays import Int64s
 from worker_daemon.contracts.block_kernels import BlockKernels, PageShape
+from worker_daemon.runner.kv_cache import BlockPages
 
 WORD_BYTES: Final = 4
 CHECKSUM_WORDS: Final = 2
@@ -87,6 +89,18 @@ class BlockParts(NamedTuple):
         """Words of a block's checksums."""
         return CHECKSUM_WORDS * self.num_parts
 
+    def divided(self, counts: Sequence[int]) -> "BlockParts":
+        """Return the same parts in sections of so many pages each, all those of a block. The pages
+        of each section are alike."""
+        alike = [each for each in self.sections for _ in range(each.num_pages)]
+        assert sum(counts) == len(alike), "parts of other pages"
+        ends = accumulate(counts)
+        sections = (
+            alike[end - count]._replace(num_pages=count)
+            for count, end in zip(counts, ends, strict=True)
+        )
+        return BlockParts(tuple(sections))
+
     def by_page(self, rows: Tensor) -> list[Tensor]:
         """View rows [n, W or more] as [n, pages, words of a page], by section."""
         sizes = [section.num_words for section in self.sections]
@@ -148,6 +162,11 @@ class BlockChecksums:
         device."""
         self._kernels.sum_parts(rows, self._keys, self._shape, sums)
 
+    def deliver(self, rows: Tensor, block_ids: Tensor, pages: BlockPages, sums: Tensor) -> None:
+        """See Checksums."""
+        self.of(rows, sums)
+        pages.scatter(rows, block_ids)
+
 
 class PartChecksums:
     """A checksum of each part of a block, as BlockChecksums makes one of a row, plus the number of
@@ -169,16 +188,24 @@ class PartChecksums:
 
     def of(self, rows: Tensor, sums: Tensor) -> None:
         """Write those of rows, int32 [n, W], to sums, int64 [n, U], without the numbers of pages.
-        If rows have checksums behind their W words, these are subtracted. Never waits for the
-        device."""
-        word, part, num_words = 0, 0, self._parts.num_words
-        stored = rows[:, num_words:] if rows.shape[1] > num_words else None
+        Never waits for the device."""
+        word, part = 0, 0
         for section, keys in zip(self._parts.sections, self._keys, strict=True):
             own, end = rows[:, word : word + section.num_words], part + section.num_parts
-            before = None if stored is None else stored[:, 2 * part : 2 * end]
-            shape, target = section.page_shape, sums[:, part:end]
-            self._kernels.sum_parts(own, keys, shape, target, before)
+            self._kernels.sum_parts(own, keys, section.page_shape, sums[:, part:end])
             word, part = word + section.num_words, end
+
+    def deliver(self, rows: Tensor, block_ids: Tensor, pages: BlockPages, sums: Tensor) -> None:
+        """See Checksums. From the sums, the checksums behind the words of rows are subtracted."""
+        part, stored = 0, rows[:, self._parts.num_words :]
+        for section, keys, (target, columns) in zip(
+            self._parts.sections, self._keys, pages.sections(), strict=True
+        ):
+            end = part + section.num_parts
+            before, found = stored[:, 2 * part : 2 * end], sums[:, part:end]
+            own, shape = rows[:, columns], section.page_shape
+            self._kernels.deliver(own, block_ids, target, keys, shape, found, before)
+            part = end
 
     @property
     def page_numbers(self) -> Tensor:

@@ -51,8 +51,12 @@ class Checksums(Protocol):
         """U."""
 
     def of(self, rows: Tensor, sums: Tensor) -> None:
-        """Write those of rows, int32 [n, W], or int32 [n, R] for blocks that arrive, to sums, int64
-        [n, U]. Never waits for the device."""
+        """Write those of rows, int32 [n, W], to sums, int64 [n, U]. Never waits for the device."""
+
+    def deliver(self, rows: Tensor, block_ids: Tensor, pages: BlockPages, sums: Tensor) -> None:
+        """Copy rows that have arrived, int32 [n, R], to blocks int32 [n] of a KV cache, no two of
+        them the same, and write their checksums to sums, int64 [n, U]: of a connector that keeps
+        these behind the words, less those. Never waits for the device."""
 
 
 def staging_rows(block_bytes: int) -> int:
@@ -81,6 +85,8 @@ class BlockStaging:
             torch.empty(shape, dtype=torch.int32, device=device) for _ in range(_LANES)
         )
         """int32 [DEPTH, P, R]"""
+        self._next_outgoing = 0
+        """The buffer that was filled the longest ago."""
         self._checksums = checksums
         if device.type == "cuda":
             self._compile()
@@ -98,7 +104,9 @@ class BlockStaging:
     def store(self, block_ids: Int32s, leave: Leave) -> None:
         """Let blocks [S] leave, as the steps launched so far have left them."""
         stores, ids = self._order.stores, upload(block_ids, self._pages.device)
-        for buffer, part, rows in self._parts(block_ids.size, self._outgoing):
+        parts = self._parts(block_ids.size, self._outgoing, self._next_outgoing)
+        for buffer, part, rows in parts:
+            self._next_outgoing = (buffer + 1) % DEPTH
             with stores.gathering(buffer):
                 blocks = rows[:, : self._num_words]
                 self._pages.gather(ids[part], blocks)
@@ -153,28 +161,34 @@ class BlockStaging:
         settle: Settle,
     ) -> Loaded:
         device = buffers.device
-        with lane.loading():
+        with lane.beginning():
             ids, held = upload(block_ids, device), upload(are_held, device)
             sums = torch.empty(
                 (block_ids.size, self._checksums.count), dtype=torch.int64, device=device
             )
-            for buffer, part, rows in self._parts(block_ids.size, buffers):
-                with lane.copying(buffer):
+        parts = [*self._parts(block_ids.size, buffers)]
+        for buffer in range(DEPTH):
+            with lane.through(buffer):
+                for number, (_, part, rows) in enumerate(parts[buffer::DEPTH]):
                     arrive(part, rows)
-                self._checksums.of(rows, sums[part])
-                self._pages.scatter(rows[:, : self._num_words], ids[part])
-                lane.emptied(buffer)
+                    if not number:
+                        lane.await_steps(buffer)
+                    self._checksums.deliver(rows, ids[part], self._pages, sums[part])
+        with lane.ending():
             settle(sums)
             are_bad = sums.any(dim=1) | ~held
             self._pages.poison(ids, are_bad)
             found = download(are_bad)
         return Loaded(block_ids, [found], lane.end())
 
-    def _parts(self, count: int, buffers: Tensor) -> Iterator[tuple[int, slice, Tensor]]:
-        """Yield the parts of so many blocks, each with the number of its buffer and its rows."""
+    def _parts(
+        self, count: int, buffers: Tensor, begin: int = 0
+    ) -> Iterator[tuple[int, slice, Tensor]]:
+        """Yield the parts of so many blocks, each with the number of its buffer and its rows.
+        begin: the first buffer."""
         most = buffers.shape[1]
         for number, first in enumerate(range(0, count, most)):
-            part, buffer = slice(first, min(first + most, count)), number % DEPTH
+            part, buffer = slice(first, min(first + most, count)), (begin + number) % DEPTH
             yield buffer, part, buffers[buffer, : part.stop - first]
 
     def _compile(self) -> None:
@@ -184,6 +198,5 @@ class BlockStaging:
         self._pages.gather(ids, blocks)
         sums = rows.new_empty((1, self._checksums.count), dtype=torch.int64)
         self._checksums.of(blocks, sums)
-        self._checksums.of(rows, sums)
-        self._pages.scatter(blocks, ids)
+        self._checksums.deliver(rows, ids, self._pages, sums)
         self._pages.poison(ids, sums.zero_().any(dim=1))
