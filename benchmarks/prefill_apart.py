@@ -19,6 +19,7 @@ import argparse
 import itertools
 import json
 import statistics
+import sys
 import threading
 import time
 from collections import deque
@@ -46,6 +47,7 @@ from worker_client.replicas.prefill_group import PrefillThread
 from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, SchedulerLimits, scheduler_limits
 from worker_client.scheduler_output import StepResult
+from worker_client.service.server import SWITCH_S
 from worker_client.worker_group import WorkerGroup
 
 BLOCK_SIZE = 16
@@ -106,18 +108,20 @@ class Bench:
         clock, options = Clock(), DriverOptions(keeps_prefixes=False, prefill=prefill)
         return Driver(self.group, Scheduler(self.limits), clock.take, options=options), clock
 
-    def ttft_ms(self, prefill: PrefillThread | None) -> list[float]:
-        """Return the times to the first token of prompts, one after the other; the first one, which
-        opens what is needed, does not count."""
+    def ttft_ms(self, prefill: PrefillThread | None) -> list[tuple[float, float]]:
+        """Return the times to the first token of prompts, one after the other, and how long each
+        was held for the other group; the first one, which opens what is needed, does not count."""
         driver, clock = self.driver(prefill)
         times = []
         for _ in range(self.options.prompts + 1):
             request = self.requests.new("prompt", self.options.tokens, 1)
+            held_before = 0.0 if prefill is None else prefill.counts.held.total
             began = time.monotonic()
             driver.add_request(request)
             while request.id not in clock.first_at:
                 driver.step()
-            times.append(1e3 * (clock.first_at[request.id] - began))
+            held = 0.0 if prefill is None else prefill.counts.held.total - held_before
+            times.append((1e3 * (clock.first_at[request.id] - began), 1e3 * held))
             drain(driver)
         return times[1:]
 
@@ -217,16 +221,22 @@ def wait_pinned(group: WorkerGroup) -> None:
         time.sleep(0.2)
 
 
-def percentiles(found: dict[str, float], name: str, values: Sequence[float]) -> None:
-    """Add p50 and p99."""
-    for percentile in (50, 99):
-        found[f"{name} p{percentile}, ms"] = float(np.percentile(values, percentile))
+def percentiles(name: str, clock: Clock) -> Iterator[tuple[str, float]]:
+    """Yield those of the times between tokens, and the prompts that came meanwhile."""
+    for percentile in (50, 99, 99.9):
+        value = float(np.percentile(clock.decode_itl_ms, percentile))
+        yield f"{name} p{percentile}, ms", value
+    yield f"{name} prompts meanwhile", clock.num_tokens
+
+
+def moved_rate(tier: HostTierStatus) -> float:
+    """Return the GB/s of blocks that have come from the other group."""
+    return tier.received.num_bytes / max(1, tier.received.num_us) / 1e3
 
 
 def run(endpoints: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[str, float]]:
     """Measure; yield the figures by name, as they come."""
     config, blocks = worker_config(options), options.num_blocks
-    found: dict[str, float] = {}
     sources = list[Driver]()
     """The driver of the group that computes prompts."""
 
@@ -251,34 +261,10 @@ def run(endpoints: Sequence[str], options: argparse.Namespace) -> Iterator[tuple
         bench = Bench(group, scheduler_limits(model, config), requests, options)
         if options.device != "cpu":
             wait_pinned(group)
-        found["TTFT alone, ms"] = statistics.median(bench.ttft_ms(None))
-        percentiles(found, "ITL of decodes alone:", bench.decode_itl_ms(None, None).decode_itl_ms)
-        beside = bench.decode_itl_ms(None, options.prompt_every)
-        percentiles(found, "ITL beside prompts of their own group:", beside.decode_itl_ms)
-        yield from found.items()
-        found.clear()
+        yield from measure_alone(bench)
         with PrefillThread(open_driver) as prefill:
             prefill.wait_opened()
-            found["TTFT apart, ms"] = statistics.median(bench.ttft_ms(prefill))
-            held, computed = prefill.counts.held, [*sources[-1].timings.values()]
-            found["of that held for the other group, mean, ms"] = (
-                1e3 * held.total / sum(held.counts)
-            )
-            found["of that computed there, ms"] = statistics.median(
-                1e3 * (each.finished - each.added) for each in computed[1:]
-            )
-            beside = bench.decode_itl_ms(prefill, options.prompt_every)
-            percentiles(found, "ITL beside prompts of the other group:", beside.decode_itl_ms)
-            found["prompts beside decodes"] = beside.num_tokens
-            found["rate apart, tok/s out"] = bench.rate(prefill, options.requests)
-            tier = bench.tier()
-            found["blocks received"] = tier.num_received
-            found["blocks read by CUDA IPC"] = tier.num_mapped
-            found["received, GB/s"] = tier.received.num_bytes / max(1, tier.received.num_us) / 1e3
-            found["blocks invalid or failed"] = tier.num_invalid + tier.num_failed
-            for end, count in sorted(prefill.counts.prompts.items()):
-                found[f"prompts: {end}"] = count
-        yield from found.items()
+            yield from measure_apart(bench, prefill, sources[-1])
         rates, start = list[float](), threading.Barrier(2)
         other = threading.Thread(target=replica, args=(rates, start))
         other.start()
@@ -286,6 +272,39 @@ def run(endpoints: Sequence[str], options: argparse.Namespace) -> Iterator[tuple
         rates.append(bench.rate(None, options.requests - options.requests // 2))
         other.join()
         yield "rate of two groups, tok/s out", sum(rates)
+
+
+def measure_alone(bench: Bench) -> Iterator[tuple[str, float]]:
+    """Measure one group that computes prompts and decodes."""
+    yield "TTFT alone, ms", statistics.median(ttft for ttft, _ in bench.ttft_ms(None))
+    yield from percentiles("ITL of decodes alone:", bench.decode_itl_ms(None, None))
+    beside = bench.decode_itl_ms(None, bench.options.prompt_every)
+    yield from percentiles("ITL beside prompts of their own group:", beside)
+
+
+def measure_apart(
+    bench: Bench, prefill: PrefillThread, source: Driver
+) -> Iterator[tuple[str, float]]:
+    """Measure the group beside the other one, whose driver is source."""
+    times = bench.ttft_ms(prefill)
+    computed = [*source.timings.values()][-len(times) :]
+    yield "TTFT apart, ms", statistics.median(ttft for ttft, _ in times)
+    yield "of that held for the other group, ms", statistics.median(held for _, held in times)
+    yield (
+        "of that computed there, ms",
+        statistics.median(1e3 * (each.finished - each.added) for each in computed),
+    )
+    yield "moves, GB/s", moved_rate(bench.tier())
+    beside = bench.decode_itl_ms(prefill, bench.options.prompt_every)
+    yield from percentiles("ITL beside prompts of the other group:", beside)
+    yield "rate apart, tok/s out", bench.rate(prefill, bench.options.requests)
+    tier = bench.tier()
+    yield "moves of all, GB/s", moved_rate(tier)
+    yield "blocks received", tier.num_received
+    yield "blocks read by CUDA IPC", tier.num_mapped
+    yield "blocks invalid or failed", tier.num_invalid + tier.num_failed
+    for end, count in sorted(prefill.counts.prompts.items()):
+        yield f"prompts: {end}", count
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -309,6 +328,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if options.device == "cpu" and options.num_blocks is None:
         options.num_blocks = 4096
     found: dict[str, float] = {}
+    sys.setswitchinterval(SWITCH_S)
     devices = devices_of(options.device, 2)
     with LocalDaemons(devices, options.model.resolve().parent) as daemons:
         try:

@@ -37,6 +37,7 @@ from worker_daemon.runner.connectors.moved_bytes import MovedBytes
 from worker_daemon.runner.connectors.staging import (
     Arrive,
     BlockStaging,
+    InPlace,
     Leave,
     Load,
     staging_rows,
@@ -49,6 +50,8 @@ from worker_daemon.runner.scheduled_step import ScheduledStep
 _Add: TypeAlias = Callable[[slice, Callable[[], None] | None], None]
 """Takes some of a step's slots, and what waits until their blocks are there; None: they are."""
 
+_MOST_RUNS: Final = 16
+"""Most runs of slots whose blocks are read one launch each."""
 _MOVE_BUFFERS: Final = 6
 """Staging buffers that a move from another group's device memory takes at most (peer_copies.py)."""
 
@@ -256,7 +259,8 @@ class HostTier:
         self._state.contents.write(blocks, seq)
         tag = versioned_tag(moves.tag, self._weights.version)
         are_held = self._state.host_contents.hold(tag, slots, hashes)
-        loaded = load(blocks, are_held, self._arriving(slots), partial(self._settle, hashes))
+        ways = self._arriving(slots), partial(self._settle, hashes), self._in_place(slots)
+        loaded = load(blocks, are_held, *ways)
         self.counts.num_loaded += slots.size
         self._unread.append(loaded)
         self._count_known()  # on the CPU this load, too: no later step may come to count it
@@ -334,6 +338,20 @@ class HostTier:
                 rows[row : row + count].copy_(source, non_blocking=True)
 
         return arrive
+
+    def _in_place(self, slots: Int32s) -> InPlace:
+        """Return the blocks of these slots, ascending, where they are, by runs of neighbors; none
+        if they are in host memory, or in so many runs that copies of parts are faster."""
+        if self.counts.memory != "device":
+            return ()
+        starts = np.flatnonzero(np.append(True, np.diff(slots) != 1))
+        if starts.size > max(_MOST_RUNS, slots.size // self._staging.part_rows):
+            return ()
+        ends = np.append(starts[1:], slots.size).tolist()
+        runs = zip(starts.tolist(), ends, slots[starts].tolist(), strict=True)
+        return [
+            (slice(first, end), self._host[slot : slot + end - first]) for first, end, slot in runs
+        ]
 
     def _settle(self, hashes: Hashes, sums: Tensor) -> None:
         """sums: of words, less what the slots hold, which has two numbers besides."""

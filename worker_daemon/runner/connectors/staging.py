@@ -5,7 +5,7 @@ Shapes: P rows of a staging buffer, W int32 words of a block on this rank, R tho
 connector keeps behind them, n at most P, U checksums of a block.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol, TypeAlias
 
 import torch
@@ -26,6 +26,8 @@ _LANES: Final = 3
 """To the host, from there before a step, and from there beside steps."""
 _SUMS_BLOCKS: Final = 32
 """The checksums of the most blocks that a step moves are no larger than so many blocks."""
+_ALIGNED_IDS: Final = 4
+"""Block ids in 16 bytes."""
 
 Leave: TypeAlias = Callable[[slice, Tensor, Tensor], None]
 """Starts the copies of some blocks to the host: which of them, their rows, int32 [n, R], and their
@@ -39,7 +41,11 @@ Settle: TypeAlias = Callable[[Tensor], None]
 """Makes the checksums of blocks that have arrived as they must, int64 [L, U] on the device, zero,
 and those of no others."""
 
-Load: TypeAlias = Callable[[Int32s, Bools, Arrive, Settle], Loaded]
+InPlace: TypeAlias = Sequence[tuple[slice, Tensor]]
+"""Where all blocks of a load are on the device, so that none has to arrive: some of them each, and
+their rows, int32 [n, R]; empty: they are not."""
+
+Load: TypeAlias = Callable[[Int32s, Bools, Arrive, Settle, InPlace], Loaded]
 """BlockStaging.load or load_beside."""
 
 
@@ -130,22 +136,34 @@ class BlockStaging:
         a Leave."""
         return self._order.stores.mark()
 
-    def load(self, block_ids: Int32s, are_held: Bools, arrive: Arrive, settle: Settle) -> Loaded:
+    def load(
+        self,
+        block_ids: Int32s,
+        are_held: Bools,
+        arrive: Arrive,
+        settle: Settle,
+        in_place: InPlace = (),
+    ) -> Loaded:
         """Let blocks [L] arrive before the steps that are launched later, and fill those with NaN
         that do not have their checksum. are_held: bool [L], False for blocks that are not there at
         all."""
         lane, buffers = self._order.loads, self._incoming
-        loaded = self._load(lane, buffers, block_ids, are_held, arrive, settle)
+        loaded = self._load(lane, buffers, block_ids, are_held, arrive, settle, in_place)
         loaded.end.await_in_steps()
         return loaded
 
     def load_beside(
-        self, block_ids: Int32s, are_held: Bools, arrive: Arrive, settle: Settle
+        self,
+        block_ids: Int32s,
+        are_held: Bools,
+        arrive: Arrive,
+        settle: Settle,
+        in_place: InPlace = (),
     ) -> Loaded:
         """Let blocks [L] arrive beside steps: as load(), but a step that reads or writes them has
         to wait for the arrival first."""
         lane, buffers = self._order.loads_beside, self._incoming_beside
-        return self._load(lane, buffers, block_ids, are_held, arrive, settle)
+        return self._load(lane, buffers, block_ids, are_held, arrive, settle, in_place)
 
     def settle(self) -> None:
         """Wait for all copies."""
@@ -159,6 +177,7 @@ class BlockStaging:
         are_held: Bools,
         arrive: Arrive,
         settle: Settle,
+        in_place: InPlace,
     ) -> Loaded:
         device = buffers.device
         with lane.beginning():
@@ -166,7 +185,14 @@ class BlockStaging:
             sums = torch.empty(
                 (block_ids.size, self._checksums.count), dtype=torch.int64, device=device
             )
-        parts = [*self._parts(block_ids.size, buffers)]
+        if in_place:
+            with lane.through(0):
+                lane.await_steps(0)
+                for part, rows in in_place:
+                    # A kernel is compiled again for a pointer that is aligned to less.
+                    own = ids[part].clone() if part.start % _ALIGNED_IDS else ids[part]
+                    self._checksums.deliver(rows, own, self._pages, sums[part])
+        parts = [] if in_place else [*self._parts(block_ids.size, buffers)]
         for buffer in range(DEPTH):
             with lane.through(buffer):
                 for number, (_, part, rows) in enumerate(parts[buffer::DEPTH]):
