@@ -330,9 +330,11 @@ class HostTier:
 
     def _arriving(self, slots: Int32s) -> Arrive:
         """Return what copies blocks from slots."""
-        runs = self._runs(slots)
+        runs: Mapping[int, list[tuple[int, int, int]]] | None = None
 
         def arrive(part: slice, rows: Tensor) -> None:
+            nonlocal runs
+            runs = runs or self._runs(slots)
             for row, slot, count in runs[part.start]:
                 source = self._host[slot : slot + count]
                 rows[row : row + count].copy_(source, non_blocking=True)
