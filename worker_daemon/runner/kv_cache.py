@@ -3,7 +3,7 @@ requests, tensors of pages, and further pages. Each of the tensors serves one la
 group."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple
 
@@ -72,8 +72,9 @@ class BlockPages:
         """[num_blocks, 1, words of a page] each"""
         words = [own[0].numel() for own in (self._layers, *self._further)]
         ends = [*accumulate(words)]
-        self._columns = [slice(end - own, end) for own, end in zip(words, ends, strict=True)]
-        """Those of _layers and of each of _further, in a row."""
+        columns = [slice(end - own, end) for own, end in zip(words, ends, strict=True)]
+        self.sections = list(zip((self._layers, *self._further), columns, strict=True))
+        """Pages [num_blocks, pages, words of a page] of each kind, and their columns of a row."""
         self.block_bytes = ends[-1] * torch.int32.itemsize
 
     @property
@@ -83,12 +84,12 @@ class BlockPages:
 
     def gather(self, block_ids: Tensor, rows: Tensor) -> None:
         """Copy blocks int32 [n] to rows, int32 [n, W]."""
-        for pages, columns in self.sections():
+        for pages, columns in self.sections:
             self.kernels.gather(pages, block_ids, rows[:, columns])
 
     def scatter(self, rows: Tensor, block_ids: Tensor) -> None:
         """Copy rows, int32 [n, W], to blocks int32 [n], no two of them the same."""
-        for pages, columns in self.sections():
+        for pages, columns in self.sections:
             self.kernels.scatter(rows[:, columns], block_ids, pages)
 
     def poison(self, block_ids: Tensor, are_bad: Tensor) -> None:
@@ -97,11 +98,6 @@ class BlockPages:
         self.kernels.fill(self._layers, block_ids, are_bad, ALL_BITS)
         for pages in self._further:
             self.kernels.fill(pages, block_ids, are_bad, 0)
-
-    def sections(self) -> Iterator[tuple[Tensor, slice]]:
-        """Yield pages [num_blocks, pages, words of a page] of each kind, and their columns of a
-        row."""
-        return zip((self._layers, *self._further), self._columns, strict=True)
 
 
 class FurtherPages(NamedTuple):

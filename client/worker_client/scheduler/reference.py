@@ -116,7 +116,7 @@ class Scheduler:
         self._queues = RequestQueues(self._blocks, self._groups, most, urgency)
         self._loads: PrefixLoads | None = None
         if self._outside.tier is not None:
-            self._loads = PrefixLoads(self._outside, self._queues, self._blocks)
+            self._loads = PrefixLoads(self._outside, self._queues, self._blocks, clock)
         self._stores_ahead: StoresAhead | None = None
         if limits.max_stored_ahead and self._outside.tier and self._pool.ranked:
             self._stores_ahead = StoresAhead(limits, self._pool, self._pool.ranked, self._outside)
@@ -260,7 +260,7 @@ class Scheduler:
             self._overdue += self._updates.end_aborting()
         loads = self._loads
         if loads is not None:
-            loads.end_arrived()
+            loads.end_arrived(len(self._steps.numbers))
         step = self._plan()
         if step.is_empty and loads is not None and loads.is_loading and not self._steps.numbers:
             loads.end_all()
@@ -350,6 +350,8 @@ class Scheduler:
             self._exits.give_up_blocks(result.invalid_blocks)
         if result.arrived_blocks:
             self._outside.have_arrived(result.arrived_blocks)
+        if self._loads is not None:
+            self._loads.note_result()
         if result.weights_version != self._weights.version:
             self._weights.set_version(result.weights_version, self._queues.unfinished.values())
         done += self._results.take(result)

@@ -147,7 +147,8 @@ class BlockHolders:
 
     def first_held(self, block_ids: Sequence[int]) -> int | None:
         """Return the first of these blocks that does not exist, or that a request has."""
-        return next((each for each in block_ids if self._flags_of(each)), None)
+        flags, end = self._flags, len(self._flags)
+        return next((each for each in block_ids if not 0 <= each < end or flags[each]), None)
 
     def fill(self, block_ids: Sequence[int]) -> None:
         """Record that a step fills blocks that no request has, before its forward pass."""

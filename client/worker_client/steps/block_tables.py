@@ -464,6 +464,7 @@ class BlockTables:
     ) -> StepFault | None:
         """Check that the blocks of new requests' computed tokens have contents. slot_of: of the
         requests before the step, which may begin again with their own blocks."""
+        come = {*filled}
         for request, (number, group) in product(new, enumerate(self._groups)):
             if request.req_id in self._planned:
                 continue
@@ -471,8 +472,8 @@ class BlockTables:
             slot = slot_of.get(request.req_id)
             row = None if slot is None else number * self._num_slots + slot
             own = _of_group(request, number)[:num_filled]
-            if filled:
-                own = [block_id for block_id in own if block_id not in filled]
+            if come:
+                own = [block_id for block_id in own if block_id not in come]
             emptied = holders.first_emptied(own, row)
             if emptied is not None:
                 fix = "begin at num_computed_tokens = 0: the KV cache has lost its contents since"

@@ -3,6 +3,7 @@ say: requests begin with the right contents from any mixture of places, and what
 only a computation."""
 
 import random
+import time
 from collections import deque
 from types import SimpleNamespace
 
@@ -409,13 +410,13 @@ def test_a_request_comes_back_though_others_have_taken_the_blocks_that_it_loads(
         return [7]
 
     blocks = SimpleNamespace(num_in_host_memory=lambda *_: prefix_loads.LEAST_BLOCKS, load=load)
-    loads = prefix_loads.PrefixLoads(outside, queues, blocks)
+    loads = prefix_loads.PrefixLoads(outside, queues, blocks, time.monotonic)
     request = SimpleNamespace(id="a", blocks=SimpleNamespace(were_loaded=False))
     assert loads.begin(request, None)
-    loads.end_arrived()
+    loads.end_arrived(1)
     assert loads.is_loading and not released
     outside.load({7: b"other"})
     (moves,) = outside.take_moves(b"tag")
     assert moves.num_beside == 0 and moves.loaded.hashes == (b"other",)
-    loads.end_arrived()
+    loads.end_arrived(1)
     assert not loads.is_loading and released == ["a"]

@@ -4,6 +4,7 @@ Shapes: n blocks, W int32 words of a block on this rank, U parts.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Final, NamedTuple, TypeAlias
@@ -22,6 +23,7 @@ CHECKSUM_WORDS: Final = 2
 """Words of a checksum, an int64."""
 
 _Hashes: TypeAlias = npt.NDArray[np.uint8]
+_Factors: TypeAlias = npt.NDArray[np.uint64]
 
 
 class PageSection(NamedTuple):
@@ -168,6 +170,18 @@ class BlockChecksums:
         pages.scatter(rows, block_ids)
 
 
+class _KeyedSection(NamedTuple):
+    """A section, and its place among others."""
+
+    shape: PageShape
+    keys: Tensor
+    """int64 [words of a page]"""
+    words: slice
+    parts: slice
+    stored: slice
+    """Words of the parts' checksums, behind the words of a block."""
+
+
 class PartChecksums:
     """A checksum of each part of a block, as BlockChecksums makes one of a row, plus the number of
     its page. Keys are drawn from names, so all daemons have the same, and another head or page is
@@ -176,9 +190,23 @@ class PartChecksums:
     def __init__(self, parts: BlockParts, kernels: BlockKernels, device: torch.device) -> None:
         self.count = parts.num_parts
         """U."""
-        self._parts = parts
         self._kernels = kernels
-        self._keys = [torch.from_numpy(each.keys()).to(device) for each in parts.sections]
+        self._num_words = parts.num_words
+        self._sections = [
+            _KeyedSection(
+                section.page_shape,
+                torch.from_numpy(section.keys()).to(device),
+                slice(word - section.num_words, word),
+                slice(part - section.num_parts, part),
+                slice(CHECKSUM_WORDS * (part - section.num_parts), CHECKSUM_WORDS * part),
+            )
+            for section, word, part in zip(
+                parts.sections,
+                accumulate(section.num_words for section in parts.sections),
+                accumulate(section.num_parts for section in parts.sections),
+                strict=True,
+            )
+        ]
         numbers = [
             np.repeat(own, section.num_heads)
             for section, own in zip(parts.sections, parts.page_numbers(), strict=True)
@@ -189,23 +217,17 @@ class PartChecksums:
     def of(self, rows: Tensor, sums: Tensor) -> None:
         """Write those of rows, int32 [n, W], to sums, int64 [n, U], without the numbers of pages.
         Never waits for the device."""
-        word, part = 0, 0
-        for section, keys in zip(self._parts.sections, self._keys, strict=True):
-            own, end = rows[:, word : word + section.num_words], part + section.num_parts
-            self._kernels.sum_parts(own, keys, section.page_shape, sums[:, part:end])
-            word, part = word + section.num_words, end
+        for shape, keys, words, parts, _ in self._sections:
+            self._kernels.sum_parts(rows[:, words], keys, shape, sums[:, parts])
 
     def deliver(self, rows: Tensor, block_ids: Tensor, pages: BlockPages, sums: Tensor) -> None:
         """See Checksums. From the sums, the checksums behind the words of rows are subtracted."""
-        part, stored = 0, rows[:, self._parts.num_words :]
-        for section, keys, (target, columns) in zip(
-            self._parts.sections, self._keys, pages.sections(), strict=True
+        stored = rows[:, self._num_words :]
+        for (shape, keys, words, parts, before), (target, _) in zip(
+            self._sections, pages.sections, strict=True
         ):
-            end = part + section.num_parts
-            before, found = stored[:, 2 * part : 2 * end], sums[:, part:end]
-            own, shape = rows[:, columns], section.page_shape
-            self._kernels.deliver(own, block_ids, target, keys, shape, found, before)
-            part = end
+            own, found = rows[:, words], sums[:, parts]
+            self._kernels.deliver(own, block_ids, target, keys, shape, found, stored[:, before])
 
     @property
     def page_numbers(self) -> Tensor:
@@ -219,9 +241,15 @@ def numbers_of(hashes: _Hashes) -> Int64s:
     whole = np.zeros((num, -(-width // 8) * 8), np.uint8)
     whole[:, :width] = hashes
     words = whole.view(np.uint64)
-    factors = named_keys("hash", words.shape[1]).view(np.uint64)
-    numbers: Int64s = (words * factors).sum(axis=1, dtype=np.uint64).view(np.int64)
+    numbers: Int64s = (
+        (words * _hash_factors(words.shape[1])).sum(axis=1, dtype=np.uint64).view(np.int64)
+    )
     return numbers
+
+
+@cache
+def _hash_factors(count: int) -> _Factors:
+    return named_keys("hash", count).view(np.uint64)
 
 
 def digest(*fields: bytes | Sequence[bytes]) -> bytes:

@@ -188,7 +188,7 @@ class HostTier:
         self._weights = weights
         self._parts = parts
         self._device = pages.device
-        counts = [own.shape[1] for own, _ in pages.sections()]
+        counts = [own.shape[1] for own, _ in pages.sections]
         self._checksums = PartChecksums(parts.divided(counts), pages.kernels, pages.device)
         self._staging = BlockStaging(pages, self._checksums, parts.checksum_words)
         self._departures: Int64s = np.zeros(len(self._host), np.int64)
