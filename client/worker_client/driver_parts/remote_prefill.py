@@ -174,7 +174,7 @@ class PrefillGroup(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Move:
+class _ComingMove:
     """Contents that are on their way, or not confirmed yet."""
 
     contents: list[HeldContents]
@@ -201,7 +201,7 @@ class _Prompt:
     """Nothing waits for it any more."""
     reserved: dict[bytes, HeldContents] = field(default_factory=dict)
     """Slots of contents that may come, by name."""
-    moves: dict[int, _Move] = field(default_factory=dict)
+    moves: dict[int, _ComingMove] = field(default_factory=dict)
     """By number."""
     come: list[HeldContents] = field(default_factory=list)
     """Contents that have come, and are right. Nothing evicts them while its requests wait."""
@@ -413,7 +413,7 @@ class RemotePrefillPart(DriverPart):
             self._lose_link(f"move {sending.move} is not the next one")
             return
         contents = [prompt.reserved.pop(name) for name in sending.names]
-        prompt.moves[sending.move] = _Move(contents)
+        prompt.moves[sending.move] = _ComingMove(contents)
         blocks = self._exchange.blocks_of(contents)
         try:
             move = BlockMove(sending.move, self._scheduler.prefix_tag, blocks)

@@ -42,8 +42,8 @@ Settle: TypeAlias = Callable[[Tensor], None]
 and those of no others."""
 
 InPlace: TypeAlias = Sequence[tuple[slice, Tensor]]
-"""Where all blocks of a load are on the device, so that none has to arrive: some of them each, and
-their rows, int32 [n, R]; empty: they are not."""
+"""Places of all blocks of a load that are on the device already, so that none has to arrive: some
+of the blocks each, and their rows, int32 [n, R]. Empty: they are not there."""
 
 Load: TypeAlias = Callable[[Int32s, Bools, Arrive, Settle, InPlace], Loaded]
 """BlockStaging.load or load_beside."""
