@@ -7,12 +7,14 @@ Shapes: m contents, G KV groups of one window.
 import logging
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from rpc_schema.cached_blocks import MAX_BLOCK_HASH_BYTES
@@ -21,6 +23,7 @@ from rpc_schema.kv_transfer import KVShard
 from rpc_schema.moved_blocks import MAX_MOVED_BLOCKS
 from worker_daemon.device.ipc_driver import HANDLE_BYTES
 from worker_daemon.device.peer_rows import MappedRows
+from worker_daemon.device.side_stream import SideStream
 from worker_daemon.runner.connectors.checksums import WORD_BYTES
 from worker_daemon.runner.connectors.peer_moves import BlocksToMove, MovedContents
 from worker_daemon.runner.connectors.peer_pages import SlotPages, pages_of, parts_of
@@ -154,24 +157,85 @@ class MappedSource:
         return theirs.slots.size * self.offer.slot_bytes
 
 
-def map_source(
-    offer: SlotOffer, map_rows: MapRows, shard: KVShard, *, is_alike: bool, device: torch.device
-) -> MappedSource | None:
-    """Map the slots of a rank with this shard; return None if they cannot be."""
-    parts, windows = parts_of(shard), windows_of(shard)
-    if offer.slot_bytes != WORD_BYTES * (parts.num_words + parts.checksum_words):
-        return None
-    try:
-        rows = map_rows(offer.handle, offer.num_slots, offer.slot_bytes)
-    except TransferError as error:
-        _LOG.info("slots of another group are read over gloo: %s", error)
-        return None
-    num_rows = 0 if is_alike else max(len(windows), staging_rows(offer.slot_bytes))
-    staging = torch.empty((num_rows, offer.slot_bytes), dtype=torch.uint8, device=device)
-    groups = {
-        each: tuple(group for group, own in enumerate(windows) if own == each) for each in windows
-    }
-    return MappedSource(offer, rows, pages_of(shard, parts, staging), staging, groups, is_alike)
+class MappedSources:
+    """The ranks of the other group whose slots are mapped here. Belongs to a link's thread."""
+
+    def __init__(
+        self,
+        shared: SharedMemory | None,
+        shard: KVShard,
+        rows: Tensor,
+        pages: SlotPages,
+        side: SideStream,
+    ) -> None:
+        """shared: None: none are mapped. shard: this rank's. rows: its slots, uint8 [slots, bytes
+        of a slot]. pages: the same by parts. side: the thread's."""
+        self._shared = shared
+        self._shard = shard
+        self._rows, self._pages = rows, pages
+        self._side = side
+        self._all: dict[int, MappedSource] = {}
+
+    def __contains__(self, member: int) -> bool:
+        return member in self._all
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def map(self, member: int, packed: bytes, shard: KVShard, *, is_sole: bool) -> None:
+        """Map the slots of a member, if they can be. packed: its offer. is_sole: it is the only
+        one that this rank gets blocks of."""
+        offer, shared = read_offer(packed), self._shared
+        parts, windows = parts_of(shard), windows_of(shard)
+        slot_bytes = WORD_BYTES * (parts.num_words + parts.checksum_words)
+        if offer is None or shared is None or offer.slot_bytes != slot_bytes:
+            return
+        form = {"pp_rank": shard.pp_rank, "tp_rank": shard.tp_rank}
+        is_alike = is_sole and structs.replace(self._shard, **form) == shard
+        num_rows = 0 if is_alike else max(len(windows), staging_rows(slot_bytes))
+        staging = self._rows.new_empty((num_rows, slot_bytes))
+        groups = {
+            each: tuple(group for group, own in enumerate(windows) if own == each)
+            for each in windows
+        }
+        pages = pages_of(shard, parts, staging)
+        try:
+            rows = shared.map_rows(offer.handle, offer.num_slots, slot_bytes)
+        except TransferError as error:
+            _LOG.info("slots of another group are read over gloo: %s", error)
+            return
+        self._all[member] = MappedSource(offer, rows, pages, staging, groups, is_alike)
+
+    def listing_bytes(self, member: int, move: BlocksToMove) -> int:
+        """Return the size of a member's listing of a move; 0 if it is not mapped."""
+        return self._all[member].listing_bytes(move) if member in self._all else 0
+
+    def read(
+        self,
+        member: int,
+        move: BlocksToMove,
+        listing: bytes,
+        routes: Mapping[int, Mapping[int, Sequence[Route]]],
+    ) -> int:
+        """Copy what a member has of a move out of its slots, and wait for it; return the bytes.
+        routes: by window and member. Raises TransferError."""
+        source, num_bytes = self._all[member], 0
+        for own, theirs in zip(move.contents, source.read(move, listing), strict=True):
+            found = routes.get(own.window, {}).get(member)
+            if found:
+                num_bytes += source.copy(found, own, theirs, self._rows, self._pages)
+        self._side.settle()
+        return num_bytes
+
+    def close(self) -> None:
+        """Unmap all of them."""
+        mapped, self._all = self._all, {}
+        if mapped:
+            with suppress(torch.AcceleratorError):  # the step thread learns of it too
+                self._side.settle()
+        for source in mapped.values():
+            with suppress(TransferError):
+                source.rows.close()
 
 
 def _boot_id() -> bytes:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Final, NamedTuple, Protocol
 
 import torch
@@ -33,12 +32,10 @@ from worker_daemon.runner.connectors.host_tier import ReceivedBlocks, TierCounts
 from worker_daemon.runner.connectors.peer_copies import (
     MAX_LISTING_BYTES,
     OFFER_BYTES,
-    MappedSource,
+    MappedSources,
     SharedMemory,
     SlotOffer,
     listing_of,
-    map_source,
-    read_offer,
 )
 from worker_daemon.runner.connectors.peer_moves import BlocksToMove, MovedContents, read_move
 from worker_daemon.runner.connectors.peer_pages import pages_of
@@ -228,10 +225,10 @@ class _PeerLink:
                 self._routes.setdefault(route.window, {}).setdefault(member, []).append(route)
         self._members = sorted({member for each in self._routes.values() for member in each})
         self._shards = (*message.sources, *message.destinations)
-        self._shard = self._shards[message.rank]
         self._readers: list[int] = []
         """The members that map this rank's slots."""
-        self._mapped: dict[int, MappedSource] = {}
+        own_shard = self._shards[message.rank]
+        self._mapped = MappedSources(slots.shared, own_shard, slots.rows, self._pages, self._side)
         """The members whose slots are mapped here."""
         self._contents_at_once = max(1, MESSAGE_BYTES // _most_bytes(routes, message))
         """Contents of a message, the same on all ranks."""
@@ -295,7 +292,7 @@ class _PeerLink:
             self._fault = str(error)
         finally:
             self._channel.leave()
-            self._unmap()
+            self._mapped.close()
             self._state = "broken"
 
     def _next_move(self) -> BlocksToMove | None:
@@ -312,9 +309,8 @@ class _PeerLink:
 
     def _meet_memory(self) -> None:
         """Find out which members read the slots of which others. Raises TransferError."""
-        shared = self._slots.shared
         if self._sends:
-            num_slots, slot_bytes = self._slots.rows.shape
+            shared, (num_slots, slot_bytes) = self._slots.shared, self._slots.rows.shape
             handle = b"" if shared is None else shared.handle
             offer = SlotOffer(handle, num_slots, slot_bytes).packed()
             self._channel.send([(member, _bytes(offer)) for member in self._members])
@@ -324,39 +320,19 @@ class _PeerLink:
         else:
             offers = [(member, self._buffer(OFFER_BYTES)) for member in self._members]
             self._channel.receive(offers)
+            is_sole = len(self._members) == 1
             for member, packed in offers:
-                offer_of = read_offer(packed.numpy().tobytes())
-                if shared is not None and offer_of is not None:
-                    self._map(member, offer_of, shared)
+                offer = packed.numpy().tobytes()
+                self._mapped.map(member, offer, self._shards[member], is_sole=is_sole)
             answers = [(each, _bytes(bytes([each in self._mapped]))) for each in self._members]
             self._channel.send(answers)
-        direct = self._readers or sorted(self._mapped)
+        direct = self._readers or [each for each in self._members if each in self._mapped]
         _LOG.info(
             "transfer link %d: blocks move over CUDA IPC with members %s, over gloo with %s",
             self.number,
             direct,
             [member for member in self._members if member not in direct],
         )
-
-    def _map(self, member: int, offer: SlotOffer, shared: SharedMemory) -> None:
-        rows, shard = self._slots.rows, self._shards[member]
-        form = {"pp_rank": shard.pp_rank, "tp_rank": shard.tp_rank}
-        is_alike = (
-            self._members == [member]
-            and structs.replace(self._shard, **form) == shard
-            and offer.slot_bytes == rows.shape[1]
-        )
-        found = map_source(offer, shared.map_rows, shard, is_alike=is_alike, device=rows.device)
-        if found is not None:
-            self._mapped[member] = found
-
-    def _unmap(self) -> None:
-        mapped, self._mapped = self._mapped, {}
-        if mapped:
-            with suppress(torch.AcceleratorError):  # the step thread learns of it too
-                self._side.settle()
-        for source in mapped.values():
-            source.rows.close()
 
     def _carry_out(self, move: BlocksToMove) -> None:
         """Raises TransferError: the link is broken."""
@@ -414,9 +390,9 @@ class _PeerLink:
 
     def _receive(self, move: BlocksToMove) -> str:
         """Receive a move's blocks into their slots, and note them. Return what failed."""
-        sizes = {member: each.listing_bytes(move) for member, each in self._mapped.items()}
         headers = [
-            (member, self._buffer(_HEADER_BYTES + sizes.get(member, 0))) for member in self._members
+            (member, self._buffer(_HEADER_BYTES + self._mapped.listing_bytes(member, move)))
+            for member in self._members
         ]
         self._channel.receive(headers)
         began = time.perf_counter()
@@ -450,9 +426,10 @@ class _PeerLink:
             for member, words in arrived:
                 self._unpack(routes[member], contents, self._side.to_device(words))
                 num_bytes += words.nbytes
-        for member in sorted(holding.intersection(self._mapped)):
-            is_wanted = not (self._is_closed or fault)
-            count = self._read(member, move, listings[member]) if is_wanted else 0
+        for member in [each for each in self._members if each in holding and each in self._mapped]:
+            count = 0
+            if not (self._is_closed or fault):
+                count = self._mapped.read(member, move, listings[member], self._routes)
             self._channel.send([(member, _bytes(_END.pack(move.number, count)))])
             num_bytes += count
         self._side.settle()
@@ -466,16 +443,6 @@ class _PeerLink:
             counts.num_mapped += move.slots.size if self._mapped else 0
             counts.received.add(num_bytes, time.perf_counter() - began)
         return fault
-
-    def _read(self, member: int, move: BlocksToMove, listing: bytes) -> int:
-        """Copy what a member has of a move out of its slots, and wait for it; return the bytes."""
-        source, num_bytes = self._mapped[member], 0
-        for own, theirs in zip(move.contents, source.read(move, listing), strict=True):
-            routes = self._routes.get(own.window, {}).get(member)
-            if routes:
-                num_bytes += source.copy(routes, own, theirs, self._slots.rows, self._pages)
-        self._side.settle()
-        return num_bytes
 
     def _await_stores(self, move: BlocksToMove) -> bool:
         """Return True once steps have stored all blocks; False if they have not in time."""
