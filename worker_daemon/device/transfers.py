@@ -3,7 +3,7 @@ between: blocks are gathered into them and leave from there, or arrive there and
 
 Gathering is in the order of the steps, on their stream. All else has streams of its own: one for
 copies to the host, and for each lane of arrivals one for each buffer, so that a copy runs while
-what came before it is scattered. Each direction has DEPTH buffers.
+what came before it is scattered.
 """
 
 import threading
@@ -17,7 +17,10 @@ from typing import Final, TypeAlias
 import torch
 
 DEPTH: Final = 2
-"""Buffers of a direction."""
+"""Buffers of copies to the host, and of a lane that steps wait for."""
+BESIDE_DEPTH: Final = 4
+"""Buffers of the lane beside steps: so many are filled before the steps end that were launched
+before a load, and what they hold can be scattered."""
 
 
 @dataclass(slots=True)
@@ -187,13 +190,16 @@ class CudaLoadLane(LoadLane):
     thread more than the launches do.
     """
 
-    def __init__(self, times: CopyTimes, device: torch.device, stores: CudaStoreLane) -> None:
+    def __init__(
+        self, times: CopyTimes, device: torch.device, stores: CudaStoreLane, depth: int
+    ) -> None:
+        """depth: number of its buffers."""
         super().__init__(times)
         self._device = device
         self._stores = stores
         self._streams = [
             torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-            for _ in range(DEPTH)
+            for _ in range(depth)
         ]
         """By buffer. Loads begin and end on the first one."""
         self._steps_end = _event()
@@ -272,8 +278,8 @@ class TransferOrder:
         if device.type == "cuda":
             stores = CudaStoreLane(self.times, device)
             self.stores = stores
-            self.loads = CudaLoadLane(self.times, device, stores)
-            self.loads_beside = CudaLoadLane(self.times, device, stores)
+            self.loads = CudaLoadLane(self.times, device, stores, DEPTH)
+            self.loads_beside = CudaLoadLane(self.times, device, stores, BESIDE_DEPTH)
         else:
             self.stores = StoreLane(self.times)
             self.loads = self.loads_beside = LoadLane(self.times)

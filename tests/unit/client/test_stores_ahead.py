@@ -27,7 +27,7 @@ class Served:
         self.scheduler = Scheduler(SchedulerLimits(8, 512, length, NUM_BLOCKS, BLOCK, **limits))
         self.stored, self.slots, self.num_stored = [], [], []
         """Keys and their slots so far, and their number by step."""
-        self.num_loaded = self.num_requests = 0
+        self.loaded, self.num_requests = [], 0
 
     def step(self):
         output = self.scheduler.schedule()
@@ -36,7 +36,7 @@ class Served:
         self.stored += stored
         self.slots += [slot for each in moves for slot in each.stored.slots]
         self.num_stored.append(len(stored))
-        self.num_loaded += sum(len(each.loaded.hashes) for each in moves)
+        self.loaded += [key for each in moves for key in each.loaded.hashes]
         ids = dict.fromkeys([*output.decode_req_ids, *output.num_scheduled_tokens])
         result = StepResult([*ids], [7] * len(ids), weights_version=0)
         return output, self.scheduler.update_from_output(output, result)
@@ -84,9 +84,9 @@ def test_no_block_is_stored_twice_and_all_that_is_evicted_is_there():
         prompts.append(fresh_prompt())
         served.run(prompts[-1])
     assert len(served.stored) == len({*served.stored})
-    assert served.num_loaded == 0
+    assert not served.loaded
     served.run(prompts[0])
-    assert served.num_loaded == PROMPT_BLOCKS - 1
+    assert len(served.loaded) == PROMPT_BLOCKS - 1
 
 
 def test_only_what_takes_the_place_of_the_next_blocks_is_stored():
@@ -106,21 +106,21 @@ def test_copies_of_what_is_used_again_are_the_first_to_make_room():
     served.idle()
     ahead = served.slots[num_before:]
     served.run(used)
-    assert served.num_loaded == 0
+    assert not served.loaded
     num_before = len(served.slots)
     served.idle()
     assert {*served.slots[num_before:][:MOST]} <= {*ahead}
 
 
-def test_failed_steps_have_stored_nothing():
+def test_what_a_failed_step_has_stored_is_not_loaded():
     served = Served()
-    served.fill()
-    served.scheduler.add_request(greedy_request("a", fresh_prompt()[:5], 9))
-    output, _ = served.step()
-    output = served.scheduler.schedule()
-    (moves,) = output.extensions
-    assert moves.stored.hashes
-    served.scheduler.step_failed([output], frozenset(["a"]))
-    served.stored.clear()
-    served.idle()
-    assert not {*moves.stored.hashes} & {*served.stored}  # their blocks have no contents any more
+    prompts = served.fill()
+    served.scheduler.add_request(greedy_request("a", fresh_prompt()[:5], 2 * PROMPT_BLOCKS))
+    served.step()
+    kept = {*served.stored}
+    failed = [served.scheduler.schedule() for _ in range(PROMPT_BLOCKS)]
+    assert sum(len(moves.stored.hashes) for each in failed for moves in each.extensions) > MOST
+    served.scheduler.step_failed(failed, frozenset(["a"]))
+    for prompt in prompts:
+        served.run(prompt)
+    assert {*served.loaded} <= kept

@@ -14,7 +14,14 @@ from torch import Tensor
 from rpc_schema.moved_blocks import MAX_MOVED_BLOCKS
 from worker_daemon.contracts.arrays import Bools, Int32s
 from worker_daemon.device.pinned import download, upload
-from worker_daemon.device.transfers import DEPTH, CopyTimes, LoadLane, StoreLane, TransferOrder
+from worker_daemon.device.transfers import (
+    BESIDE_DEPTH,
+    DEPTH,
+    CopyTimes,
+    LoadLane,
+    StoreLane,
+    TransferOrder,
+)
 from worker_daemon.runner.connectors.checksums import WORD_BYTES
 from worker_daemon.runner.connectors.interface import Loaded
 from worker_daemon.runner.kv_cache import BlockPages
@@ -22,8 +29,8 @@ from worker_daemon.runner.kv_cache import BlockPages
 STAGING_BYTES: Final = 64 << 20
 """Size of a staging buffer, or one block: blocks leave or arrive together, in copies long enough
 for the bus, and with few launches."""
-_LANES: Final = 3
-"""To the host, from there before a step, and from there beside steps."""
+_DEPTHS: Final = (DEPTH, DEPTH, BESIDE_DEPTH)
+"""Buffers of each lane: to the host, from there before a step, and from there beside steps."""
 _SUMS_BLOCKS: Final = 32
 """The checksums of the most blocks that a step moves are no larger than so many blocks."""
 _ALIGNED_IDS: Final = 4
@@ -73,7 +80,7 @@ def staging_rows(block_bytes: int) -> int:
 def staging_device_bytes(block_bytes: int) -> int:
     """Return the most device memory that a connector takes: staging buffers, checksums, and keys of
     twice the size of a block."""
-    return (_LANES * DEPTH * staging_rows(block_bytes) + _SUMS_BLOCKS + 2) * block_bytes
+    return (sum(_DEPTHS) * staging_rows(block_bytes) + _SUMS_BLOCKS + 2) * block_bytes
 
 
 class BlockStaging:
@@ -86,11 +93,11 @@ class BlockStaging:
         self._pages = pages
         self._order = TransferOrder(device)
         self._num_words = pages.block_bytes // WORD_BYTES
-        shape = (DEPTH, staging_rows(pages.block_bytes), self._num_words + tail_words)
+        shape = staging_rows(pages.block_bytes), self._num_words + tail_words
         self._outgoing, self._incoming, self._incoming_beside = (
-            torch.empty(shape, dtype=torch.int32, device=device) for _ in range(_LANES)
+            torch.empty((depth, *shape), dtype=torch.int32, device=device) for depth in _DEPTHS
         )
-        """int32 [DEPTH, P, R]"""
+        """int32 [buffers, P, R]"""
         self._next_outgoing = 0
         """The buffer that was filled the longest ago."""
         self._checksums = checksums
@@ -112,7 +119,7 @@ class BlockStaging:
         stores, ids = self._order.stores, upload(block_ids, self._pages.device)
         parts = self._parts(block_ids.size, self._outgoing, self._next_outgoing)
         for buffer, part, rows in parts:
-            self._next_outgoing = (buffer + 1) % DEPTH
+            self._next_outgoing = (buffer + 1) % len(self._outgoing)
             with stores.gathering(buffer):
                 blocks = rows[:, : self._num_words]
                 self._pages.gather(ids[part], blocks)
@@ -193,9 +200,10 @@ class BlockStaging:
                     own = ids[part].clone() if part.start % _ALIGNED_IDS else ids[part]
                     self._checksums.deliver(rows, own, self._pages, sums[part])
         parts = [] if in_place else [*self._parts(block_ids.size, buffers)]
-        for buffer in range(DEPTH):
+        depth = len(buffers)
+        for buffer in range(min(depth, len(parts))):
             with lane.through(buffer):
-                for number, (_, part, rows) in enumerate(parts[buffer::DEPTH]):
+                for number, (_, part, rows) in enumerate(parts[buffer::depth]):
                     arrive(part, rows)
                     if not number:
                         lane.await_steps(buffer)
@@ -214,7 +222,7 @@ class BlockStaging:
         begin: the first buffer."""
         most = buffers.shape[1]
         for number, first in enumerate(range(0, count, most)):
-            part, buffer = slice(first, min(first + most, count)), (begin + number) % DEPTH
+            part, buffer = slice(first, min(first + most, count)), (begin + number) % len(buffers)
             yield buffer, part, buffers[buffer, : part.stop - first]
 
     def _compile(self) -> None:
