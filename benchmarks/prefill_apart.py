@@ -47,7 +47,6 @@ from worker_client.replicas.prefill_group import PrefillThread
 from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, SchedulerLimits, scheduler_limits
 from worker_client.scheduler_output import StepResult
-from worker_client.service.server import SWITCH_S
 from worker_client.worker_group import WorkerGroup
 
 BLOCK_SIZE = 16
@@ -55,6 +54,8 @@ DECODE_CONTEXT = 512
 PROMPT_TOKENS_OUT = 4
 """Tokens of a prompt that comes beside decodes: they show its end, and are no load of their own."""
 PIN_WITHIN_S = 60.0
+SWITCH_S = 0.001
+"""Longest time for which a thread of this process keeps the others waiting: the server's."""
 
 
 @dataclass
