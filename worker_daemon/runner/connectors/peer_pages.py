@@ -78,12 +78,17 @@ class SlotPages:
         """Fill the pages that blocks of their KV groups do not use with zeros, and checksums of
         these."""
         for column, group in enumerate(contents.kv_groups):
+            unused = [
+                (section, num_used)
+                for section, num_used in enumerate(self._num_pages[group])
+                if num_used < self._data[section].shape[1]
+            ]
+            if not unused:
+                continue
             slots = self._numbers(contents.slots[:, column])
             hashes = numbers_of(contents.hashes[:, column])
-            for section, num_used in enumerate(self._num_pages[group]):
+            for section, num_used in unused:
                 data, sums = self._data[section], self._sums[section]
-                if num_used == data.shape[1]:
-                    continue
                 data[slots, num_used:] = 0
                 numbers = hashes[:, None] + self._page_numbers[section][num_used:]
                 own = self._numbers(numbers)[:, :, None, None].view(torch.int32)

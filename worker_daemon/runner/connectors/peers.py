@@ -360,7 +360,8 @@ class _PeerLink:
         if not is_held:
             return "blocks to send are not in their slots"
         num_bytes = 0
-        for contents in self._in_messages(move):
+        # Mapped blocks need no messages, and a look at each of many costs more than their copies.
+        for contents in self._in_messages(move) if len(self._readers) < len(self._members) else ():
             packed = [
                 (member, self._packed(routes, contents))
                 for member, routes in self._routes.get(contents.window, {}).items()
@@ -407,28 +408,16 @@ class _PeerLink:
                 holding.add(member)
             if found != expected:
                 fault = f"member {member} does not hold the same blocks"
-        for contents in self._in_messages(move):
-            routes, count = self._routes.get(contents.window, {}), len(contents.names)
-            arrived = [
-                (
-                    member,
-                    self._buffer(WORD_BYTES * count * self._words(own))
-                    .view(torch.int32)
-                    .view(count, -1),
-                )
-                for member, own in routes.items()
-                if member in holding and member not in self._mapped
-            ]
-            self._channel.receive(arrived)
-            if self._is_closed or fault:
-                continue
-            self._pages.clear_unused(contents)
-            for member, words in arrived:
-                self._unpack(routes[member], contents, self._side.to_device(words))
-                num_bytes += words.nbytes
+        is_wanted = not fault
+        if is_wanted:
+            for contents in move.contents:
+                self._pages.clear_unused(contents)
+        far = [each for each in self._members if each in holding and each not in self._mapped]
+        if far:
+            num_bytes += self._receive_words(move, far, is_wanted=is_wanted)
         for member in [each for each in self._members if each in holding and each in self._mapped]:
             count = 0
-            if not (self._is_closed or fault):
+            if is_wanted and not self._is_closed:
                 count = self._mapped.read(member, move, listings[member], self._routes)
             self._channel.send([(member, _bytes(_END.pack(move.number, count)))])
             num_bytes += count
@@ -443,6 +432,29 @@ class _PeerLink:
             counts.num_mapped += move.slots.size if self._mapped else 0
             counts.received.add(num_bytes, time.perf_counter() - began)
         return fault
+
+    def _receive_words(self, move: BlocksToMove, members: Sequence[int], *, is_wanted: bool) -> int:
+        """Receive a move's blocks from these members as messages, into their slots if they are
+        wanted; return the bytes."""
+        num_bytes = 0
+        for contents in self._in_messages(move):
+            routes, count = self._routes.get(contents.window, {}), len(contents.names)
+            sizes = [
+                (member, WORD_BYTES * count * self._words(routes[member]))
+                for member in members
+                if member in routes
+            ]
+            arrived = [
+                (member, self._buffer(size).view(torch.int32).view(count, -1))
+                for member, size in sizes
+            ]
+            self._channel.receive(arrived)
+            if self._is_closed or not is_wanted:
+                continue
+            for member, words in arrived:
+                self._unpack(routes[member], contents, self._side.to_device(words))
+                num_bytes += words.nbytes
+        return num_bytes
 
     def _await_stores(self, move: BlocksToMove) -> bool:
         """Return True once steps have stored all blocks; False if they have not in time."""
