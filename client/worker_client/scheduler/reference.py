@@ -465,9 +465,10 @@ class Scheduler:
         return self._outside.restore_tier(slots)
 
     def forget_host_tier(self) -> None:
-        """Drop what is in host memory; see TieredScheduler."""
+        """Drop what is in host memory; see TieredScheduler. A rank that has lost it has lost its KV
+        cache, too: nothing of that may be stored as what it was."""
         self._outside.forget_tier()
-        self._end_loads()
+        self.forget_prefixes()
 
     @property
     def has_kv_files(self) -> bool:
