@@ -11,6 +11,7 @@ import ctypes
 import logging
 import os
 import resource
+import select
 import socket
 import stat
 import struct
@@ -69,6 +70,23 @@ def end(connections: Sockets) -> None:
         with contextlib.suppress(OSError), borrowed(descriptor) as connection:
             if os.fstat(connection.fileno()).st_ino == inode:
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+def has_ended(connections: Sockets) -> bool:
+    """Return True if the other side of one of these connections has ended it, or it is closed. Any
+    thread may call it."""
+    for descriptor, inode in connections:
+        try:
+            with borrowed(descriptor) as connection:
+                if os.fstat(connection.fileno()).st_ino != inode:
+                    return True
+                poll = select.poll()
+                poll.register(connection.fileno(), select.POLLRDHUP)
+                if poll.poll(0):
+                    return True
+        except OSError:
+            return True
+    return False
 
 
 def shut(listeners: Sockets) -> None:

@@ -12,6 +12,7 @@ from rpc_schema.base import Count, Name, Positive, Unsigned, Value
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["auto", "fp8"]
 KVCacheDtype = Literal["auto", "fp8"]
+KVTierMemory = Literal["host", "device"]
 LoadFormat = Literal["auto", "dummy", "sharded_state", "tensorizer"]
 
 FIT_MAX_MODEL_LEN = -1
@@ -228,6 +229,9 @@ class CacheConfig(Value, frozen=True, kw_only=True):
     """Host memory of each rank for the host tier: blocks that leave the prefix cache. 0: none."""
     kv_files: bool = False
     """Keep full blocks in files of each daemon's directory, for prompts that begin with them."""
+    kv_tier_memory: KVTierMemory = "host"
+    """Place of the host tier's memory: device takes kv_host_memory_bytes of the rank's GPU instead,
+    which another group's ranks on this host can read (prefill apart from decode)."""
 
 
 class GraphConfig(Value, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ Shapes: S blocks to store, L blocks to load.
 
 from rpc_schema.base import Count, FramedExtension, Unsigned, Value
 from rpc_schema.cached_blocks import BlockTag, HashBytes
+from rpc_schema.config import KVTierMemory
 from rpc_schema.moved_blocks import NO_TRAFFIC, BlockTraffic, MovedHashes, MovedNumbers
 
 
@@ -74,3 +75,7 @@ class HostTierStatus(Value, frozen=True, kw_only=True):
     sent: BlockTraffic = NO_TRAFFIC
     """Its time is that of the moves, without the wait for blocks that a step has still to store."""
     received: BlockTraffic = NO_TRAFFIC
+    memory: KVTierMemory = "host"
+    """Place of its memory (CacheConfig.kv_tier_memory)."""
+    num_mapped: Unsigned = 0
+    """Those of num_received that this rank's device has read from the other's memory."""

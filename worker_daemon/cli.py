@@ -303,6 +303,9 @@ def plan(
         int, typer.Option(help="each rank's host memory for KV blocks; 0: none")
     ] = 0,
     kv_files: Annotated[bool, typer.Option("--kv-files", help="keep files of KV blocks")] = False,
+    kv_tier_memory: Annotated[
+        str, typer.Option(help="place of --kv-host-memory-bytes: host, device")
+    ] = "host",
     max_loras: Annotated[int, typer.Option(help="LoRA adapters in a step")] = 0,
     max_lora_rank: Annotated[int, typer.Option(help="largest rank of an adapter")] = 16,
     speculative_method: Annotated[str, typer.Option(help="what drafts tokens")] = "none",
@@ -373,6 +376,7 @@ def plan(
                 kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]  # as dtype above
                 kv_host_memory_bytes=kv_host_memory_bytes,
                 kv_files=kv_files,
+                kv_tier_memory=kv_tier_memory,  # type: ignore[arg-type]  # as dtype above
             ),
             graph=GraphConfig(),
             lora=LoraConfig(max_loras=max_loras, max_lora_rank=max_lora_rank),

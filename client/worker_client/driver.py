@@ -97,6 +97,8 @@ class Driver:
         """The error with which the group refused the unsent step, or a failure that is given up;
         raised once no step is in flight, and no request that has finished is left to return."""
         self._in_a_row = _InARow()
+        self.while_in_flight: Callable[[], None] | None = None
+        """Called after steps were sent, before the result of the oldest is waited for."""
         self.is_paused = False
         """True after pause(), until resume()."""
 
@@ -205,6 +207,8 @@ class Driver:
                 has_worked = work_in_flight() or has_worked
             if has_worked:
                 self._fill()
+            if self.while_in_flight is not None and self._steps.in_flight:
+                self.while_in_flight()
         except (DrainingError, WeightsNotWhole):
             if not self._steps.in_flight:
                 raise

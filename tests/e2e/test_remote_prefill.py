@@ -9,13 +9,22 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.checkpoints import prompts
 from tests.support.exhaustive import exhaustively
 from tests.support.flipping_daemon import FlippingDaemons
 from tests.support.forked_daemons import ForkedDaemons
-from tests.support.prefill_pairs import SMALL_CHUNKS, Prompts, opened, prefill_pair, run
+from tests.support.prefill_pairs import (
+    SMALL_CHUNKS,
+    Prompts,
+    assert_blocks_come,
+    no_slots,
+    opened,
+    prefill_pair,
+    replaced,
+    run,
+    run_until_early,
+)
 from tests.support.secured import ask
-from tests.support.serving import drafts_by, greedy_request, kill_and_wait, scheduler_limits
+from tests.support.serving import drafts_by, kill_and_wait, scheduler_limits
 from tests.support.tiered_waves import assert_right, num_loaded, tiers, tokens_of
 from tests.support.waiting import wait_until
 from tests.support.window_models import MODELS, WINDOW
@@ -32,12 +41,20 @@ SHAPES = [((1, 1), (1, 1)), ((1, 2), (1, 1)), ((2, 1), (1, 2)), ((1, 1), (1, 2))
 
 
 @pytest.mark.parametrize(
-    ("source", "destination"), [*SHAPES[:3], *(exhaustively(*shape) for shape in SHAPES[3:])]
+    ("source", "destination", "memory"),
+    [
+        *((*shape, "host") for shape in SHAPES[1:3]),
+        (*SHAPES[0], "device"),
+        *(exhaustively(*shape, memory) for shape in SHAPES for memory in ("host", "device")),
+    ],
 )
-def test_blocks_of_another_group_give_the_same_tokens(daemons, checkpoint, source, destination):
+def test_blocks_of_another_group_give_the_same_tokens(
+    daemons, checkpoint, source, destination, memory
+):
     sent, model = Prompts(random.randrange(1 << 30)), checkpoint()
     endpoints = daemons.endpoints(sum(pp * tp for pp, tp in (source, destination)))
-    with prefill_pair(endpoints, model, source, destination) as (driver, _):
+    both = ({"kv_tier_memory": memory},) * 2
+    with prefill_pair(endpoints, model, source, destination, changes=both) as (driver, _):
         outputs = run(driver, sent.requests)
         found, num_exchanged = tiers(driver.group), driver.scheduler.exchange.num_slots
         num_bytes = sum(tier.received.num_bytes for tier in found)
@@ -48,6 +65,7 @@ def test_blocks_of_another_group_give_the_same_tokens(daemons, checkpoint, sourc
     assert all(tier.num_received > 0 == tier.num_invalid for tier in found), (sent.seed, found)
     assert num_exchanged == 0
     assert all(tier.received.num_us > 0 == tier.num_failed for tier in found), sent.seed
+    assert all((tier.memory, tier.num_mapped) == (memory, 0) for tier in found)
 
 
 LONG = (50, 80)
@@ -80,24 +98,6 @@ def test_blocks_come_while_their_prompt_is_computed(
     assert ended["moved"] == ended.total() > 0, (sent.seed, ended)
     assert counts.num_early_blocks < counts.num_blocks, sent.seed
     assert num_loaded(outputs) > 0, sent.seed
-
-
-def run_until_early(driver, prefill, sent):
-    """Keep some requests waiting, until blocks of one have come while its prompt is computed. The
-    outputs, and the requests that wait then; drops the other ones."""
-    num_before, outputs, waiting = prefill.counts.num_early_blocks, {}, []
-    while prefill.counts.num_early_blocks == num_before:
-        while len(waiting) < 4:
-            waiting.append(sent.requests[len(waiting) + len(outputs)])
-            driver.add_request(waiting[-1])
-        outputs |= {output.req_id: output for output in driver.step()}
-        waiting = [request for request in waiting if request.id not in outputs]
-    del sent.requests[len(waiting) + len(outputs) :]
-    return outputs, waiting
-
-
-def no_slots(drivers):
-    return not any(driver.scheduler.exchange.num_slots for driver in drivers)
 
 
 @pytest.mark.parametrize("event", ["prefill dies", "decode dies", "abort"])
@@ -247,19 +247,6 @@ def pair(model_root):
         yield daemons
 
 
-def replaced(pair):
-    """What makes the function that a driver calls after the death of its daemon."""
-
-    def of_group(group):
-        def recover(died):
-            pair.restart_dead()
-            group.replace(died.rank)
-
-        return recover
-
-    return of_group
-
-
 def run_with(driver, requests, at, then):
     """The outputs of requests; calls `then` once so many have ended."""
     for request in requests:
@@ -289,21 +276,6 @@ def test_the_death_of_either_side(pair, checkpoint, side, at, kind):
         assert_right(outputs, model, sent)
         assert_blocks_come(driver, sent.seed + 1)
         assert driver.scheduler.exchange.num_slots == 0
-
-
-def assert_blocks_come(driver, seed):
-    """Send prompts until one has loaded blocks of the other group, within some seconds."""
-    until, count = time.monotonic() + 20, 0
-    while time.monotonic() < until:
-        driver.scheduler.forget_prefixes()
-        driver.scheduler.forget_host_tier()
-        prompt = prompts(seed, [40])[0].tolist()
-        outputs = run(driver, [greedy_request(f"{seed}-{count}", prompt, 3)])
-        if num_loaded(outputs):
-            return
-        count += 1
-        time.sleep(0.02)
-    raise AssertionError(seed)
 
 
 def test_daemons_keep_no_rows_of_prompts_that_were_given_up(daemons, checkpoint):

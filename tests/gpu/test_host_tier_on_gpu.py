@@ -32,13 +32,14 @@ BUSY_SIDE = 4096
 """A product of such matrices takes the device milliseconds."""
 
 
+@pytest.mark.parametrize("memory", ["host", "device"])
 @pytest.mark.parametrize("staging_bytes", [1, 1 << 16, 1 << 24])
-def test_blocks_are_what_a_model_of_them_says(staging_bytes, monkeypatch):
+def test_blocks_are_what_a_model_of_them_says(staging_bytes, memory, monkeypatch):
     """The device is behind the host all the time: a copy that does not wait for what it depends on
     sees other contents."""
     seed = random.randrange(1 << 30)
     monkeypatch.setattr(staging, "STAGING_BYTES", staging_bytes)
-    tier = ModelledTier(random.Random(seed), "cuda:0", words_per_page=1 << 14)
+    tier = ModelledTier(random.Random(seed), "cuda:0", words_per_page=1 << 14, memory=memory)
     busy = torch.rand(BUSY_SIDE, BUSY_SIDE, device="cuda:0")
     found = []
     for number in range(60):

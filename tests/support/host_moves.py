@@ -13,6 +13,7 @@ import torch
 from rpc_schema.host_tier import HostTierMoves
 from worker_daemon.backend import choose_backend
 from worker_daemon.contracts.source_identity import SourceIdentity
+from worker_daemon.device.device_rows import DeviceRows
 from worker_daemon.device.host_rows import HostRows
 from worker_daemon.device.kept_memory import KeptMemory
 from worker_daemon.runner.connectors.block_identity import BlockIdentity
@@ -87,8 +88,9 @@ class ModelledTier:
         device: str,
         words_per_page: int = 6,
         leaves: "KeptTier | None" = None,
+        memory: str = "host",
     ) -> None:
-        """leaves: the tier takes over what is there, and leaves its own."""
+        """leaves: the tier takes over what is there, and leaves its own. memory: its place."""
         self.rng = rng
         self.device = torch.device(device)
         self.pages = torch.zeros((3, NUM_BLOCKS, words_per_page * 4), dtype=torch.uint8)
@@ -105,9 +107,11 @@ class ModelledTier:
         self.weights = SimpleNamespace(version=1)
         kept = None if leaves is None else leaves.open(layout, self.weights)
         mapping = None if leaves is None else leaves.mapping
-        self.rows = HostRows(NUM_SLOTS, layout.slot_bytes, self.device, mapping)
+        size = NUM_SLOTS, layout.slot_bytes, self.device
+        in_place = memory == "device" and device != "cpu"
+        self.rows = DeviceRows(*size) if in_place else HostRows(*size, mapping)
         self.rows.pin_ahead()
-        self.tier = HostTier(blocks, self.rows, self.state, self.weights, parts, kept)
+        self.tier = HostTier(blocks, self.rows, self.state, self.weights, parts, kept, memory)
         self.connectors = KVConnectors([self.tier])
         self.seq = 0
         self.blocks = {b: self._content() for b in range(1, NUM_BLOCKS)}

@@ -2,10 +2,12 @@
 
 import contextlib
 import random
+import time
 from dataclasses import dataclass, field
 
 from tests.support.checkpoints import prompts
 from tests.support.serving import connect, greedy_request, scheduler_limits, worker_config
+from tests.support.tiered_waves import num_loaded
 from worker_client.driver import Driver
 from worker_client.driver_parts.registry import DriverOptions
 from worker_client.replicas.prefill_group import PrefillThread
@@ -102,3 +104,49 @@ def run(driver, requests):
     for request in requests:
         driver.add_request(request)
     return {output.req_id: output for output in driver.run()}
+
+
+def run_until_early(driver, prefill, sent):
+    """Keep some requests waiting, until blocks of one have come while its prompt is computed. The
+    outputs, and the requests that wait then; drops the other ones."""
+    num_before, outputs, waiting = prefill.counts.num_early_blocks, {}, []
+    while prefill.counts.num_early_blocks == num_before:
+        while len(waiting) < 4:
+            waiting.append(sent.requests[len(waiting) + len(outputs)])
+            driver.add_request(waiting[-1])
+        outputs |= {output.req_id: output for output in driver.step()}
+        waiting = [request for request in waiting if request.id not in outputs]
+    del sent.requests[len(waiting) + len(outputs) :]
+    return outputs, waiting
+
+
+def no_slots(drivers):
+    return not any(driver.scheduler.exchange.num_slots for driver in drivers)
+
+
+def replaced(pair):
+    """What makes the function that a driver calls after the death of its daemon."""
+
+    def of_group(group):
+        def recover(died):
+            pair.restart_dead()
+            group.replace(died.rank)
+
+        return recover
+
+    return of_group
+
+
+def assert_blocks_come(driver, seed):
+    """Send prompts until one has loaded blocks of the other group, within some seconds."""
+    until, count = time.monotonic() + 20, 0
+    while time.monotonic() < until:
+        driver.scheduler.forget_prefixes()
+        driver.scheduler.forget_host_tier()
+        prompt = prompts(seed, [40])[0].tolist()
+        outputs = run(driver, [greedy_request(f"{seed}-{count}", prompt, 3)])
+        if num_loaded(outputs):
+            return
+        count += 1
+        time.sleep(0.02)
+    raise AssertionError(seed)

@@ -6,7 +6,7 @@ import logging
 import mmap
 import threading
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -34,9 +34,32 @@ class PinProgress:
         return self.num_pinned == self.num_rows
 
 
+class TierRows(Protocol):
+    """A row for each slot of a host tier. Owned by the worker, and used on the step thread."""
+
+    rows: Tensor
+    """uint8 [num_rows, row_bytes], zeros at first, unless they were kept."""
+    rows_per_piece: int
+    """One copy must not cross pieces of so many."""
+    pinning: PinProgress
+
+    @property
+    def handle(self) -> bytes:
+        """Names the memory to other processes of this host, for PeerRows; empty: none can map
+        it."""
+
+    def pin_ahead(self) -> None:
+        """Start to page-lock what copies need locked, or go on with it."""
+
+    def stop_pinning(self) -> None:
+        """Stop that for now."""
+
+    def close(self) -> None:
+        """Unlock the rows, whose memory ends with the last reference to them. Idempotent."""
+
+
 class HostRows:
-    """Owned by the worker. Its rows are read and written on the step thread; another thread locks
-    their pages. close() frees the memory, once no copy is in progress."""
+    """See TierRows: in host memory, whose pages another thread locks."""
 
     def __init__(
         self,
@@ -59,6 +82,7 @@ class HostRows:
         """uint8 [num_rows, row_bytes], zeros at first, unless they were kept."""
         self.rows_per_piece = max(1, PIECE_BYTES // row_bytes)
         """One copy must not cross pieces: CUDA copies within one locked range."""
+        self.handle: Final = b""
         self._device = device
         self.pinning = PinProgress(num_rows)
         self._locked: list[Tensor] = []

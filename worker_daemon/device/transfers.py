@@ -6,6 +6,7 @@ copies to the host, and for each lane of arrivals one for each buffer, so that a
 what came before it is scattered.
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -48,6 +49,8 @@ class StoreLane:
 
     def __init__(self, times: CopyTimes) -> None:
         self._times = times
+        self.num_leaving = 0
+        """Number of parts that have begun to leave so far, the one that leaves now included."""
 
     @contextmanager
     def gathering(self, buffer: int) -> Iterator[None]:
@@ -58,6 +61,7 @@ class StoreLane:
     @contextmanager
     def leaving(self, buffer: int) -> Iterator[None]:
         """Copy from a buffer to the host in the block, after gathering."""
+        self.num_leaving += 1
         began = time.perf_counter()
         yield
         self._times.out_s += time.perf_counter() - began
@@ -67,9 +71,9 @@ class StoreLane:
         it while leaving."""
         return _no_wait
 
-    def have_left(self) -> bool:
-        """Return True if what has been gathered so far is on the host. Any thread may ask."""
-        return True
+    def num_left(self) -> int:
+        """Return the number of parts that are where they go. Any thread may ask."""
+        return self.num_leaving
 
     def settle(self) -> None:
         """Wait for all copies."""
@@ -132,6 +136,10 @@ class CudaStoreLane(StoreLane):
         self._left = [_timing_event() for _ in range(DEPTH)]
         """By buffer: it is empty."""
         self._last = self._left[0]
+        self._on_the_way: deque[tuple[int, torch.cuda.Event]] = deque()
+        """Parts by their numbers, and their ends."""
+        self._num_left = 0
+        self._looking = threading.Lock()
         self._timed: deque[_Timed] = deque()
 
     @contextmanager
@@ -144,6 +152,7 @@ class CudaStoreLane(StoreLane):
     @contextmanager
     def leaving(self, buffer: int) -> Iterator[None]:
         self._times.out_s += _take_times(self._timed)
+        self.num_leaving += 1
         began, left = _timing_event(), _timing_event()
         began.record(self._stream)
         with torch.cuda.stream(self._stream):
@@ -151,15 +160,19 @@ class CudaStoreLane(StoreLane):
         left.record(self._stream)
         self._left[buffer] = self._last = left
         self._timed.append((began, left))
+        self._on_the_way.append((self.num_leaving, left))
+        self.num_left()  # lets go of the events of those that have left
 
     def mark(self) -> Callable[[], None]:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event.synchronize
 
-    def have_left(self) -> bool:
-        left: Callable[[], bool] = self._last.query
-        return left()
+    def num_left(self) -> int:
+        with self._looking:
+            while self._on_the_way and self._on_the_way[0][1].query():  # type: ignore[no-untyped-call]
+                self._num_left, _ = self._on_the_way.popleft()
+            return self._num_left
 
     def hold_back(self, stream: torch.cuda.Stream) -> None:
         """Let a stream see what has left so far."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public nevertheless
 
-from rendezvous.listeners import ListenerWatch, Sockets, end, inheritable_connections
+from rendezvous.listeners import ListenerWatch, Sockets, end, has_ended, inheritable_connections
 from rpc_schema.errors import CommError, TransferError
 from worker_daemon.distributed.link import prove_members
 from worker_daemon.distributed.rendezvous import RendezvousStore, connect_store
@@ -130,6 +130,11 @@ class PeerChannel:
         end(self._connections)
         if self._store is not None:
             self._store.end()
+
+    @property
+    def is_lost(self) -> bool:
+        """True once a member has ended its connection, or has died."""
+        return has_ended(self._connections)
 
     def leave(self) -> None:
         """Abandon the channel. gloo's threads end with its group, which this may wait for."""

@@ -92,7 +92,8 @@ def _lines(plan: GroupPlan) -> Iterator[str]:
     if plan.num_host_blocks:
         yield (
             f"the host tier: {plan.num_host_blocks:,} blocks, up to "
-            f"{max(rank.host_tier_bytes for rank in ranks):,} bytes of host memory of a rank"
+            f"{max(rank.host_tier_bytes for rank in ranks):,} bytes of "
+            f"{plan.kv_tier_memory} memory of a rank"
         )
     yield from _notes()
 

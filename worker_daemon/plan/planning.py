@@ -22,7 +22,7 @@ from model_hub.faults import HubError, HubFault
 from model_hub.fetching import fetch
 from model_hub.names import read_name
 from model_hub.needed_files import NeededPart
-from rpc_schema.config import ModelConfig, WorkerConfig, read_layer_partition
+from rpc_schema.config import KVTierMemory, ModelConfig, WorkerConfig, read_layer_partition
 from rpc_schema.errors import CapacityError, CheckpointError, ConfigError
 from rpc_schema.kv_cache import (
     KVCacheSpec,
@@ -61,6 +61,7 @@ from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.expert_tensors import is_stack_of_experts
 from worker_daemon.models.partition import check_partition, partition_layers
 from worker_daemon.plan.step_memory import StageWidths, estimate_step_bytes
+from worker_daemon.runner.connectors.host_tier import tier_device_bytes
 from worker_daemon.runner.connectors.staging import staging_device_bytes
 from worker_daemon.runner.kv_cache import describe_further, describe_layers, routed_pages
 from worker_daemon.runner.scheduled_step import StepLimits
@@ -115,7 +116,7 @@ class RankPlan:
     num_longest_requests: int
     """Requests of max_model_len tokens that fit into these blocks at once."""
     host_tier_bytes: int
-    """Host memory of the host tier's num_host_blocks. Exact."""
+    """Memory of the host tier's num_host_blocks, without checksums. Exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,8 @@ class GroupPlan:
     """The kv_cache_memory_bytes that would fill the device, if no other process used it."""
     num_host_blocks: int
     """Slots of the host tier, the same on all ranks; 0: there is none."""
+    kv_tier_memory: KVTierMemory
+    """Place of the host tier: with device, kv_available_bytes is what it leaves."""
     ranks: tuple[RankPlan, ...]
 
 
@@ -327,6 +330,7 @@ class _PlannedRanks:
                 self._num_blocks(length, memory_bytes)
             ),
             num_host_blocks=self._num_host_blocks,
+            kv_tier_memory=self._config.cache.kv_tier_memory,
             ranks=ranks,
         )
 
@@ -409,7 +413,10 @@ class _PlannedRanks:
         taken = sizes.weights_bytes + sizes.adapter_bytes + self._rotary_table_bytes(sizes, length)
         num_connectors = bool(self._num_host_blocks) + self._config.cache.kv_files
         if num_connectors:
-            taken += num_connectors * staging_device_bytes(self._block_bytes(sizes))
+            block_bytes = self._block_bytes(sizes)
+            taken += num_connectors * staging_device_bytes(block_bytes)
+            pages = [each for each in sizes.kv_specs if not isinstance(each, RowState)]
+            taken += tier_device_bytes(self._config.cache, pages, block_bytes)
         return budget - taken - self._state_bytes(sizes) - self._step_bytes(sizes, length)
 
     def _state_bytes(self, sizes: _RankSizes, num_blocks: int = 0) -> int:

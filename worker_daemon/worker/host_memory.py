@@ -9,23 +9,26 @@ from rpc_schema.config import CacheConfig
 from rpc_schema.errors import CapacityError
 from rpc_schema.kv_cache import KVCacheConfig, KVPages, LatentPages, RowState
 from worker_daemon.device.backup import RESERVE_BYTES, host_room_bytes
-from worker_daemon.device.host_rows import HostRows
+from worker_daemon.device.device_rows import DeviceRows
+from worker_daemon.device.host_rows import HostRows, TierRows
 from worker_daemon.device.kept_memory import KeptMapping, KeptMemory
 from worker_daemon.errors import config_error
 from worker_daemon.runner.connectors.block_identity import BlockIdentity
 from worker_daemon.runner.connectors.checksums import WORD_BYTES
+from worker_daemon.runner.connectors.host_tier import tier_device_bytes
 from worker_daemon.runner.connectors.staging import staging_device_bytes
 from worker_daemon.runner.connectors.tier_index import SlotLayout, TierIndex
 from worker_daemon.worker.loading import LoadedModel
 
 _FIELD = "cache.kv_host_memory_bytes"
+_PLACE = "cache.kv_tier_memory"
 
 
 @dataclass(slots=True)
 class TierMemory:
     """The memory of a plan's host tier. Owned by the worker."""
 
-    rows: HostRows
+    rows: TierRows
     mapping: KeptMapping | None = None
     """Memory of the rows, if they outlive the daemon."""
     index: TierIndex | None = None
@@ -57,10 +60,16 @@ def check_host_memory(
     kept: where it outlives the daemon.
 
     Raises:
-        ConfigError: the operator allows less.
+        ConfigError: the operator allows less, or device memory is to outlive the daemon.
         CapacityError: there is too little room where it outlives the daemon.
     """
     size = cache.kv_host_memory_bytes
+    if cache.kv_tier_memory == "device":
+        if kept is not None:
+            problem = "device memory does not outlive the daemon, which was started for that"
+            fix = "host, or daemons without --kv-host-dir"
+            raise config_error(_PLACE, cache.kv_tier_memory, problem, fix)
+        return
     if most_bytes is not None and size > most_bytes:
         problem = "the daemon was started with --max-kv-host-memory-bytes of less"
         raise config_error(_FIELD, size, problem, f"at most {most_bytes}, or raise that")
@@ -83,7 +92,8 @@ def open_tier_memory(
     Raises:
         ConfigError: the tier is larger than configured, a page is no whole number of words, or the
             file is not this user's alone.
-        CapacityError: the host, or the place where it outlives the daemon, has too little memory.
+        CapacityError: the host, the device, or the place where it outlives the daemon, has too
+            little memory.
     """
     if not plan.num_host_blocks:
         return None
@@ -97,6 +107,8 @@ def open_tier_memory(
         field = "kv_cache_config.num_host_blocks"
         raise config_error(field, plan.num_host_blocks, problem, fix)
     layout = SlotLayout(plan.num_host_blocks, block_bytes + checksum_bytes, checksum_bytes)
+    if cache.kv_tier_memory == "device" and device.type != "cpu":
+        return TierMemory(DeviceRows(layout.num_slots, layout.slot_bytes, device))
     size = layout.num_slots * layout.slot_bytes
     held = 0 if kept is None else kept.held_bytes
     room = host_room_bytes() - RESERVE_BYTES
@@ -136,8 +148,10 @@ def connector_bytes(model: LoadedModel, device: torch.device) -> int:
     num_connectors = bool(cache.kv_host_memory_bytes) + cache.kv_files
     if not num_connectors or device.type == "cpu":
         return 0
-    per_token = sum(layer.bytes_per_token for layer in _with_pages(model))
-    return num_connectors * staging_device_bytes(max(1, cache.block_size * per_token))
+    pages = _with_pages(model)
+    block_bytes = max(1, cache.block_size * sum(layer.bytes_per_token for layer in pages))
+    staging = num_connectors * staging_device_bytes(block_bytes)
+    return staging + tier_device_bytes(cache, pages, block_bytes)
 
 
 def _with_pages(model: LoadedModel) -> list[KVPages | LatentPages]:

@@ -3,11 +3,13 @@ other groups. runner/connectors/ has what uses them in steps."""
 
 import threading
 from functools import partial
+from typing import Final
 
 from rpc_schema.config import CacheConfig
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.version import SOFTWARE_VERSION
 from worker_daemon.device.kept_memory import KeptMemory
+from worker_daemon.device.peer_rows import PeerRows
 from worker_daemon.runner.connectors.block_identity import BlockIdentity
 from worker_daemon.runner.connectors.checksums import WORD_BYTES
 from worker_daemon.runner.connectors.file_traffic import FileTraffic
@@ -16,6 +18,7 @@ from worker_daemon.runner.connectors.files import FileConnector
 from worker_daemon.runner.connectors.host_tier import HostTier, KeptSlots
 from worker_daemon.runner.connectors.interface import KVConnector
 from worker_daemon.runner.connectors.kv_connectors import KVConnectors
+from worker_daemon.runner.connectors.peer_copies import SharedMemory
 from worker_daemon.runner.connectors.peers import PeerTransfers, PeerWeights, SharedSlots
 from worker_daemon.runner.connectors.tier_index import FORMAT, SlotLayout
 from worker_daemon.runner.kv_cache import BlockPages
@@ -32,6 +35,9 @@ from worker_daemon.worker.loading import LoadedModel
 from worker_daemon.worker.naming_blocks import block_identity
 from worker_daemon.worker.serving import OpenConnectors
 from worker_daemon.worker.stage_loading import RankPlace
+
+_LEAVE_S: Final = 2.0
+"""Longest wait for moves that end, before their memory is given up."""
 
 
 class KVOutside:
@@ -124,6 +130,8 @@ class KVOutside:
         """Free the memory of the plan, once no copy is in progress, but for what outlives the
         daemon."""
         self.leave_peers()
+        if self._peers is not None:
+            self._peers.await_end(_LEAVE_S)
         if self._connectors is not None:
             self._connectors.settle()
         if self._tier is not None:
@@ -169,11 +177,20 @@ class KVOutside:
         parallel = place.parallel
         parts = block_parts(plan, model, parallel)
         kept = None if memory.index is None else KeptSlots(memory.index, history.has_confirmed)
-        tier = HostTier(pages, memory.rows, state, model.weights, parts, kept)
+        where = model.config.cache.kv_tier_memory
+        tier = HostTier(pages, memory.rows, state, model.weights, parts, kept, where)
         own = own_shard(plan, model, parallel, parts)
         if own is not None:
+            shared = None
+            if memory.rows.handle:
+                shared = SharedMemory(memory.rows.handle, partial(PeerRows, device=place.device))
             slots = SharedSlots(
-                memory.rows.rows, tier.arrivals, tier.counts, tier.have_left, state.host_contents
+                memory.rows.rows,
+                tier.arrivals,
+                tier.counts,
+                tier.have_left,
+                state.host_contents,
+                shared,
             )
             weights = PeerWeights(model.weights, model.draft_weights)
             self._peers = PeerTransfers(own, slots, weights, self.meeting)

@@ -213,8 +213,8 @@ class Worker:
             fix = str(model.config.cache.block_size)
             raise config_error("kv_cache_config.block_size", plan.block_size, problem, fix)
         self._kv_outside.close_plan()
-        self._kv_outside.open(plan, model, opened.place)
         with opened.ledger.taking("kv_cache"):
+            self._kv_outside.open(plan, model, opened.place)
             kv = model.allocate_kv_caches(plan, model.memory.make_kv_cache)
         model.attend(is_real=True)
         self._serve(plan, kv)

@@ -15,6 +15,7 @@ from rpc_schema.config import (
     DraftMethod,
     Dtype,
     KVCacheDtype,
+    KVTierMemory,
     LoadFormat,
     LoraConfig,
     ModelConfig,
@@ -313,6 +314,9 @@ class CacheOptions:
     kv_files: Annotated[
         bool, typer.Option("--kv-files", help="Keep KV blocks in files of the daemons.")
     ] = False
+    kv_tier_memory: Annotated[
+        str, typer.Option(help="Place of --kv-host-memory-bytes: host, or device (the GPU's).")
+    ] = "host"
 
     def config(self) -> CacheConfig:
         """Return the cache's configuration."""
@@ -327,6 +331,7 @@ class CacheOptions:
             kv_cache_dtype=one_of("kv_cache_dtype", self.kv_cache_dtype, KVCacheDtype),
             kv_host_memory_bytes=self.kv_host_memory_bytes,
             kv_files=self.kv_files,
+            kv_tier_memory=one_of("kv_tier_memory", self.kv_tier_memory, KVTierMemory),
         )
 
 

@@ -321,14 +321,16 @@ def _memory(status: Status) -> str:
 def host_tier_text(tier: HostTierStatus) -> str:
     """Return slots, and what has become of blocks; no words for what the tier does not do."""
     parts = [
-        f"{tier.num_held} of {tier.num_slots} slots held, {tier.size_bytes // MIB} MiB",
+        f"{tier.num_held} of {tier.num_slots} slots held, {tier.size_bytes // MIB} MiB of "
+        f"{tier.memory} memory",
         f"{tier.num_stored} blocks stored{rate_text(tier.stored)}, {tier.num_loaded} loaded"
         f"{rate_text(tier.loaded)}, {tier.num_invalid} of these invalid",
     ]
     if tier.num_sent or tier.num_received or tier.num_failed:
         parts.append(
             f"{tier.num_sent} sent to another group{rate_text(tier.sent)}, {tier.num_received} "
-            f"received{rate_text(tier.received)}, {tier.num_failed} failed"
+            f"received{rate_text(tier.received)}, {tier.num_mapped} of these over CUDA IPC, "
+            f"{tier.num_failed} failed"
         )
     if tier.file_bytes:
         parts.append(

@@ -29,7 +29,9 @@ from worker_host.metrics import HistogramCounts
 RETRY_S: Final = 0.5
 """Time from the end of a transfer link to the next attempt."""
 WAIT_S: Final = 0.001
-"""Pause of a driver that has nothing else to do."""
+"""Longest pause of a driver that has nothing else to do."""
+MOVE_WAIT_S: Final = 0.0002
+"""Its pause between questions after moves in progress."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -64,8 +66,9 @@ class SlotsWanted(NamedTuple):
 
 
 class MoveToReceive(NamedTuple):
-    """Contents of a prompt that are being sent to slots that were granted for them. The driver that
-    decodes has its ranks receive them, or leaves the link."""
+    """Contents of a prompt that are being sent to slots that were granted for them, perhaps before
+    the steps that fill them have ended. The driver that decodes has its ranks receive them, or
+    leaves the link."""
 
     link: int
     move: int
@@ -73,6 +76,16 @@ class MoveToReceive(NamedTuple):
     number: int
     """Number of the prompt."""
     names: list[bytes]
+
+
+class MoveConfirmed(NamedTuple):
+    """The steps that have filled the contents of a move have succeeded. It comes for each move,
+    unless the link is left."""
+
+    link: int
+    move: int
+    number: int
+    """Number of the prompt."""
 
 
 class PromptOver(NamedTuple):
@@ -98,7 +111,7 @@ class Ended(NamedTuple):
 
 
 PrefillNews: TypeAlias = (
-    Described | SlotsWanted | MoveToReceive | PromptOver | LinkLeft | Opened | Ended
+    Described | SlotsWanted | MoveToReceive | MoveConfirmed | PromptOver | LinkLeft | Opened | Ended
 )
 
 PromptEnd: TypeAlias = Literal["moved", "lacking", "failed", "late", "left"]
@@ -127,7 +140,7 @@ class PrefillCounts:
 
 
 class PrefillGroup(Protocol):
-    """The group that computes prompts, on a thread of its own. No method waits for it."""
+    """The group that computes prompts, on a thread of its own."""
 
     timeout_s: float
     """Longest time from a request's arrival to its admission, and limit on a move."""
@@ -156,6 +169,18 @@ class PrefillGroup(Protocol):
     def news(self) -> list[PrefillNews]:
         """Return what has happened since the last call."""
 
+    def await_news(self, timeout_s: float) -> None:
+        """Wait for some time, or until there is news: the one method that waits."""
+
+
+@dataclass(slots=True, eq=False)
+class _ComingMove:
+    """Contents that are on their way, or not confirmed yet."""
+
+    contents: list[HeldContents]
+    is_confirmed: bool = False
+    has_come: bool = False
+
 
 @dataclass(slots=True, eq=False)
 class _Prompt:
@@ -176,10 +201,10 @@ class _Prompt:
     """Nothing waits for it any more."""
     reserved: dict[bytes, HeldContents] = field(default_factory=dict)
     """Slots of contents that may come, by name."""
-    moves: dict[int, list[HeldContents]] = field(default_factory=dict)
-    """Contents that are on their way, by move."""
+    moves: dict[int, _ComingMove] = field(default_factory=dict)
+    """By number."""
     come: list[HeldContents] = field(default_factory=list)
-    """Those that have come. Nothing evicts them while its requests wait."""
+    """Contents that have come, and are right. Nothing evicts them while its requests wait."""
     has_failed: bool = False
     """A move has failed."""
 
@@ -253,12 +278,14 @@ class RemotePrefillPart(DriverPart):
     def wait(self) -> bool:
         if not any(prompt.waiting for prompt in self._prompts.values()):
             return False
-        time.sleep(WAIT_S)
+        self._prefill.await_news(MOVE_WAIT_S if self._is_moving else WAIT_S)
         return True
 
     @property
     def _is_moving(self) -> bool:
-        return any(prompt.moves for prompt in self._prompts.values())
+        """True if something waits for the end of a move alone."""
+        moves = (move for prompt in self._prompts.values() for move in prompt.moves.values())
+        return any(move.is_confirmed and not move.has_come for move in moves)
 
     def _hold(self, request: GenerationRequest) -> None:
         """Hold a request until what it lacks is here, if anything can come."""
@@ -311,6 +338,8 @@ class RemotePrefillPart(DriverPart):
             self._grant(news)
         elif isinstance(news, MoveToReceive):
             self._receive(news)
+        elif isinstance(news, MoveConfirmed):
+            self._confirm(news)
         elif (prompt := self._prompts.get(news.number)) is not None:
             self._end(prompt)
 
@@ -352,8 +381,9 @@ class RemotePrefillPart(DriverPart):
             for prompt in [each for each in self._prompts.values() if not each.is_sent]:
                 self._compute(prompt)
         for prompt in [each for each in self._prompts.values() if each.moves]:
-            for move in [move for move in prompt.moves if move <= report.num_ended]:
-                self._end_move(prompt, move, has_come=move not in report.failed)
+            for number in [number for number in prompt.moves if number <= report.num_ended]:
+                prompt.moves[number].has_come = number not in report.failed
+                self._end_move(prompt, number, has_failed=number in report.failed)
         if report.fault:
             self._lose_link(report.fault)
         elif not self._is_open and time.monotonic() >= self._opening_until:
@@ -383,7 +413,7 @@ class RemotePrefillPart(DriverPart):
             self._lose_link(f"move {sending.move} is not the next one")
             return
         contents = [prompt.reserved.pop(name) for name in sending.names]
-        prompt.moves[sending.move] = contents
+        prompt.moves[sending.move] = _ComingMove(contents)
         blocks = self._exchange.blocks_of(contents)
         try:
             move = BlockMove(sending.move, self._scheduler.prefix_tag, blocks)
@@ -391,19 +421,30 @@ class RemotePrefillPart(DriverPart):
         except WorkerDaemonError as error:
             self._lose_link(str(error))
 
-    def _end_move(self, prompt: _Prompt, move: int, *, has_come: bool) -> None:
-        contents = prompt.moves.pop(move)
-        names = [each.name for each in contents]
-        if has_come:
-            num_blocks = sum(len(each.slots) for each in contents)
+    def _confirm(self, confirmed: MoveConfirmed) -> None:
+        """Note that what a move brings is right."""
+        prompt = self._prompts.get(confirmed.number)
+        is_ours = self._link is not None and confirmed.link == self._link.number
+        if prompt is not None and is_ours and confirmed.move in prompt.moves:
+            prompt.moves[confirmed.move].is_confirmed = True
+            self._end_move(prompt, confirmed.move)
+
+    def _end_move(self, prompt: _Prompt, number: int, *, has_failed: bool = False) -> None:
+        """End a move that has failed, or has come and is confirmed."""
+        move = prompt.moves[number]
+        if has_failed:
+            prompt.has_failed = True
+            self._exchange.give_back([each.name for each in move.contents])
+        elif move.has_come and move.is_confirmed:
+            num_blocks = sum(len(each.slots) for each in move.contents)
             self._counts.num_blocks += num_blocks
             self._counts.num_early_blocks += 0 if prompt.is_over else num_blocks
-            prompt.come += contents
+            prompt.come += move.contents
             if prompt.is_left:
                 self._use_come(prompt)
         else:
-            prompt.has_failed = True
-            self._exchange.give_back(names)
+            return
+        del prompt.moves[number]
         self._end_if_done(prompt)
 
     def _end(self, prompt: _Prompt) -> None:
@@ -468,7 +509,7 @@ class RemotePrefillPart(DriverPart):
 
     def _take_slots_back(self, prompt: _Prompt) -> None:
         """Give up what has not come of a prompt: nothing fills its slots any more."""
-        lost = [each.name for contents in prompt.moves.values() for each in contents]
+        lost = [each.name for move in prompt.moves.values() for each in move.contents]
         if not prompt.is_over:
             lost += prompt.reserved
         self._exchange.give_back(lost)

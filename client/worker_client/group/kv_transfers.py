@@ -17,7 +17,7 @@ from worker_client.wire.worker_client import WorkerClient
 
 ANSWER_S: Final = 0.25
 """Time after which the answer to a question counts as lost: a later request takes its place."""
-ANSWER_WAIT_S: Final = 0.005
+ANSWER_WAIT_S: Final = 0.001
 """Wait for the answers of ranks that have time for them."""
 
 

@@ -70,6 +70,8 @@ class PrefillThread:
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         """None: stop."""
         self._news: queue.SimpleQueue[PrefillNews] = queue.SimpleQueue()
+        self._waited_for: list[PrefillNews] = []
+        """News that await_news() has met."""
         self._thread = threading.Thread(target=self._run, name="prefill", daemon=True)
 
     def __enter__(self) -> "PrefillThread":
@@ -126,11 +128,16 @@ class PrefillThread:
 
     def news(self) -> list[PrefillNews]:
         """See PrefillGroup."""
-        found = []
+        found, self._waited_for = self._waited_for, []
         with suppress(queue.Empty):
             while True:
                 found.append(self._news.get_nowait())
         return found
+
+    def await_news(self, timeout_s: float) -> None:
+        """See PrefillGroup."""
+        with suppress(queue.Empty):
+            self._waited_for.append(self._news.get(timeout=timeout_s))
 
     def _run(self) -> None:
         error = self._serve()

@@ -2,10 +2,11 @@
 sends blocks of each prompt as they are computed."""
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.moved_blocks import MAX_MOVED_BLOCKS
@@ -14,6 +15,7 @@ from worker_client.driver_parts.remote_prefill import (
     Described,
     ExchangingScheduler,
     LinkLeft,
+    MoveConfirmed,
     MoveToReceive,
     PrefillNews,
     PromptOver,
@@ -24,8 +26,9 @@ from worker_client.inputs.sampling_params import SamplingParams
 from worker_client.requests import GenerationRequest, RequestOutput
 from worker_client.scheduler.block_exchange import HostBlockExchange
 from worker_client.scheduler.content_names import HeldContents
+from worker_client.scheduler.outgoing_contents import StoredContents
 
-POLL_S: Final = 0.002
+POLL_S: Final = 0.001
 """Pause between questions after moves in progress, of a group that does nothing else."""
 LOOK_S: Final = 0.25
 """Interval at which an idle group looks for dead daemons."""
@@ -46,7 +49,7 @@ class _PromptToSend:
     """The other group was asked for slots."""
     granted: frozenset[bytes] | None = None
     """Contents that it has slots for; None: it has not answered."""
-    filled: list[HeldContents] = field(default_factory=list)
+    stored: list[StoredContents] = field(default_factory=list)
     """Contents that can be sent, and were not."""
     is_computed: bool = False
 
@@ -54,6 +57,15 @@ class _PromptToSend:
     def name(self) -> str:
         """Id of the request that computes it."""
         return f"prefill-{self.number}"
+
+
+class _Unconfirmed(NamedTuple):
+    """A move whose contents are right once the steps before one have succeeded."""
+
+    move: int
+    number: int
+    """Number of the prompt."""
+    step: int
 
 
 class PrefillServing:
@@ -71,6 +83,12 @@ class PrefillServing:
         """Number of moves of the link."""
         self._moving: dict[int, list[HeldContents]] = {}
         """Contents that are being sent, by move of the present link."""
+        self._unconfirmed: deque[_Unconfirmed] = deque()
+        """Moves of the link that were begun while steps were in flight which fill their contents:
+        so no block of a prompt's last chunk waits for the news of its end."""
+        self._num_failures = 0
+        """Failures of steps before the first of these was sent."""
+        driver.while_in_flight = self._send_all
         self._must_step = False
         """A step is to be sent, even with nothing to compute: it stores blocks, and tells daemons
         which prompts have ended."""
@@ -104,8 +122,8 @@ class PrefillServing:
                 self._take(output)
         elif not self._moving:
             driver.look()
-        for prompt in [*self._prompts.values()]:
-            self._send_filled(prompt)
+        self._confirm()
+        self._send_all()
         self._ask_for_slots()
         if self._moving and self._link is not None:
             self._look(self._link)
@@ -189,32 +207,57 @@ class PrefillServing:
         num_asked = sum(prompt.num_wanted for prompt in self._prompts.values() if prompt.is_asked)
         for prompt in self._prompts.values():
             is_next = not num_asked or num_asked + prompt.num_wanted <= MAX_AHEAD
-            if not prompt.is_asked and (is_next or prompt.filled):
+            if not prompt.is_asked and (is_next or prompt.stored):
                 prompt.is_asked = True
                 num_asked += prompt.num_wanted
                 self._tell(SlotsWanted(prompt.number, self._exchange.tag))
 
+    def _send_all(self) -> None:
+        """Send what steps that were sent store; the driver calls it too, with steps in flight."""
+        for prompt in [*self._prompts.values()]:
+            self._send_filled(prompt)
+
     def _send_filled(self, prompt: _PromptToSend) -> None:
-        """Send what was computed of a prompt since the last call, if there are slots for it; end
-        the prompt with the last of it."""
+        """Send what steps store of a prompt since the last call, if there are slots for it; end
+        the prompt once the last of it was sent and is right."""
         outgoing = self._exchange.outgoing
-        prompt.filled += outgoing.take(prompt.number)
-        if prompt.filled and prompt.granted is not None and self._link is not None:
-            filled, prompt.filled = prompt.filled, []
-            outgoing.release(each for each in filled if each.name not in prompt.granted)
-            self._send(self._link, prompt, [e for e in filled if e.name in prompt.granted])
-        if prompt.is_computed and not prompt.filled and not outgoing.has_kept(prompt.number):
+        prompt.stored += outgoing.take(prompt.number)
+        if prompt.stored and prompt.granted is not None and self._link is not None:
+            stored, prompt.stored = prompt.stored, []
+            refused = [each for each in stored if each.contents.name not in prompt.granted]
+            outgoing.release(each.contents for each in refused)
+            self._send(self._link, prompt, [each for each in stored if each not in refused])
+            self._confirm()  # of steps that have ended, as when the slots come late
+        is_sent = not (prompt.stored or outgoing.has_kept(prompt.number))
+        is_right = all(each.number != prompt.number for each in self._unconfirmed)
+        if prompt.is_computed and is_sent and is_right:
             self._end(prompt)
 
+    def _confirm(self) -> None:
+        """Tell which moves have brought what is right; leave the link if steps have failed that may
+        have filled others."""
+        if not self._unconfirmed:
+            return
+        outgoing, link = self._exchange.outgoing, self._link
+        assert link is not None, "moves are of a link"
+        if outgoing.num_failures != self._num_failures:
+            _LOG.warning("steps have failed whose blocks were being sent")
+            self._leave(link)
+        while self._unconfirmed and outgoing.are_filled(self._unconfirmed[0].step):
+            move, number, _ = self._unconfirmed.popleft()
+            self._tell(MoveConfirmed(link.number, move, number))
+
     def _send(
-        self, link: TransferLink, prompt: _PromptToSend, contents: list[HeldContents]
+        self, link: TransferLink, prompt: _PromptToSend, stored: list[StoredContents]
     ) -> None:
         """Begin moves of contents."""
+        contents = [each.contents for each in stored]
         most = MAX_MOVED_BLOCKS // max((len(each.slots) for each in contents), default=1)
         for first in range(0, len(contents), most):
             part = contents[first : first + most]
             self._num_moves += 1
             self._moving[self._num_moves] = part
+            step = max(each.step for each in stored[first : first + most])
             blocks = self._exchange.blocks_of(part)
             try:
                 move = BlockMove(self._num_moves, self._scheduler.prefix_tag, blocks)
@@ -226,12 +269,15 @@ class PrefillServing:
                 return
             names = [each.name for each in part]
             self._tell(MoveToReceive(link.number, self._num_moves, prompt.number, names))
+            if not self._unconfirmed:
+                self._num_failures = self._exchange.outgoing.num_failures
+            self._unconfirmed.append(_Unconfirmed(self._num_moves, prompt.number, step))
 
     def _end(self, prompt: _PromptToSend) -> None:
         """Send no more of a prompt."""
         del self._prompts[prompt.number]
         self._exchange.outgoing.drop(prompt.number)
-        self._exchange.outgoing.release(prompt.filled)
+        self._exchange.outgoing.release(each.contents for each in prompt.stored)
         self._tell(PromptOver(prompt.number))
 
     def _look(self, link: TransferLink) -> None:
@@ -258,4 +304,5 @@ class PrefillServing:
         for contents in self._moving.values():
             self._exchange.outgoing.release(contents)
         self._moving.clear()
+        self._unconfirmed.clear()
         self._tell(LinkLeft(link.number))

@@ -16,6 +16,8 @@ class OpenSteps:
         """step_budget, draft_lengths: are told of each step and of its end; None: absent."""
         self.next = 0
         """Number of the next step."""
+        self.num_failures = 0
+        """Times that steps in flight have failed."""
         self.numbers: deque[int] = deque()
         """Numbers of the steps in flight, oldest first."""
         self._step_budget = step_budget
@@ -58,6 +60,7 @@ class OpenSteps:
 
     def fail(self, count: int) -> None:
         """Note that the `count` newest steps will have no result."""
+        self.num_failures += 1
         for _ in range(count):
             self.numbers.pop()
         if self._step_budget is not None:

@@ -1,10 +1,11 @@
 """Blocks that another group gets of prompts that this one computes: each goes to host memory with
-the step behind the one that has filled it, and may be sent once that one has succeeded."""
+the step behind the one that has filled it, and may be sent from then on. It is of use once the one
+that has filled it has succeeded."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from worker_client.scheduler.block_pool import BlockPool
 from worker_client.scheduler.content_names import ContentNames, HeldContents
@@ -22,6 +23,18 @@ class StepNumbers(Protocol):
     def oldest(self) -> int:
         """The number of the oldest step in flight, or of the next one."""
 
+    @property
+    def num_failures(self) -> int:
+        """Times that steps in flight have failed."""
+
+
+class StoredContents(NamedTuple):
+    """Contents, and the step that stores them, unless they were in their slots before. Those before
+    it have filled them."""
+
+    step: int
+    contents: HeldContents
+
 
 @dataclass(slots=True, eq=False)
 class _Wanted:
@@ -29,8 +42,8 @@ class _Wanted:
 
     lacking: deque[bytes]
     """Names of those that are in no slot yet, in the order in which they are filled."""
-    kept: deque[tuple[int, HeldContents]] = field(default_factory=deque)
-    """Those that are in slots, each with a step: all before it have filled them."""
+    kept: deque[StoredContents] = field(default_factory=deque)
+    """Those that are in slots, or will be."""
 
 
 class OutgoingContents:
@@ -62,26 +75,34 @@ class OutgoingContents:
         for wanted in self._wanted.values():
             while wanted.lacking and (slots := self._pin(wanted.lacking[0])) is not None:
                 contents = HeldContents(wanted.lacking.popleft(), slots)
-                wanted.kept.append((self._steps.next, contents))
+                wanted.kept.append(StoredContents(self._steps.next, contents))
 
     @property
     def must_store(self) -> bool:
         """True if the next step has something to store, and another group waits."""
         return bool(self._wanted) and self._tier.has_moves
 
-    def take(self, number: int) -> list[HeldContents]:
-        """Return contents of a prompt that are kept, that steps which have succeeded have filled,
-        and that were not taken before."""
-        wanted, oldest = self._wanted[number], self._steps.oldest
-        taken: list[HeldContents] = []
-        while wanted.kept and wanted.kept[0][0] <= oldest:
-            contents = wanted.kept[0][1]
-            if not self._is_kept(contents):
+    def take(self, number: int) -> list[StoredContents]:
+        """Return contents of a prompt that are kept, that steps which were sent store, and that
+        were not taken before."""
+        wanted = self._wanted[number]
+        taken: list[StoredContents] = []
+        while wanted.kept and wanted.kept[0].step < self._steps.next:
+            if not self._is_kept(wanted.kept[0].contents):
                 self._give_back(wanted)
                 break
-            taken.append(contents)
-            wanted.kept.popleft()
+            taken.append(wanted.kept.popleft())
         return taken
+
+    def are_filled(self, step: int) -> bool:
+        """Return True if all steps before this one have ended: with success, if num_failures has
+        not grown since it was sent."""
+        return step <= self._steps.oldest
+
+    @property
+    def num_failures(self) -> int:
+        """Times that steps in flight have failed."""
+        return self._steps.num_failures
 
     def has_kept(self, number: int) -> bool:
         """Return True if contents of a prompt are kept that were not taken."""

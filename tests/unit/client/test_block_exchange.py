@@ -31,7 +31,7 @@ class Modelled:
         self.pool = BlockPool(NUM_BLOCKS, len(groups), 0, self.tier.evict)
         self.names = ContentNames(groups, b"tag")
         self.wanted = []
-        self.steps = SimpleNamespace(next=0, oldest=0)
+        self.steps = SimpleNamespace(next=0, oldest=0, num_failures=0)
         self.exchange = HostBlockExchange(
             self.tier, self.pool, lambda req_id: self.wanted, self.names, self.steps
         )
@@ -95,8 +95,8 @@ class Modelled:
 
     def take(self):
         for number, names in self.asked.items():
-            for contents in self.outgoing.take(number):
-                assert self.filled_by[contents.name] < self.steps.oldest
+            for step, contents in self.outgoing.take(number):
+                assert self.filled_by[contents.name] < step < self.steps.next
                 assert contents.name == names.pop(0)
                 self.taken.append(contents)
 
@@ -175,7 +175,7 @@ def test_slots_of_other_groups_are_left_alone(seed, groups):
     assert len({*slots}) == len(slots) > NUM_SLOTS - len(groups), seed
 
 
-def test_contents_are_sent_once_the_steps_that_fill_them_have_succeeded():
+def test_contents_are_sent_with_the_step_that_stores_them_and_right_once_it_is_the_oldest():
     model = Modelled(0)
     names = [name_of(number) for number in range(9)]
     model.outgoing.want(1, names)
@@ -183,9 +183,11 @@ def test_contents_are_sent_once_the_steps_that_fill_them_have_succeeded():
     filled = [*model.filled_by]
     assert model.outgoing.take(1) == []
     model.compute()
-    assert model.outgoing.take(1) == []
+    taken = model.outgoing.take(1)
+    assert [(each.step, each.contents.name) for each in taken] == [(1, name) for name in filled]
+    assert not model.outgoing.are_filled(1)
     model.steps.oldest = 1
-    assert [each.name for each in model.outgoing.take(1)] == filled
+    assert model.outgoing.are_filled(1)
     assert {*model.slots.values()} == {key for name in filled for key in model.names.keys_of(name)}
     model.fail()
     assert model.outgoing.take(1) == [] and not model.outgoing.has_kept(1)

@@ -65,6 +65,9 @@ class PrefillLoop:
         self.scheduler, self.rank, self.flying = Scheduler(LIMITS), ModelledRank(), deque()
         self.outgoing = self.scheduler.exchange.outgoing
         self.wanted, self.taken, self.ended, self.num_early = {}, [], set(), 0
+        self.unconfirmed, self.num_unconfirmed, self.num_failures = deque(), 0, 0
+        """What may be sent before the steps that fill it have succeeded, with the first step that
+        does not matter."""
         stem = [rng.randrange(9) for _ in range(18)]
         for number in range(NUM_REQUESTS):
             tokens = stem[: rng.choice([0, 18])] + [rng.randrange(9) for _ in range(20)]
@@ -96,9 +99,13 @@ class PrefillLoop:
         self.rank.rows.clear()
         self.flying.clear()
         self.scheduler.step_failed(outputs, lost)
-        kept = [contents for contents, _ in self.taken if not self.outgoing._is_kept(contents)]
-        self.outgoing.release(kept)
-        self.taken = [each for each in self.taken if each[0] not in kept]
+        self.num_failures += 1
+        assert self.outgoing.num_failures == self.num_failures
+        lost = [contents for _, contents, _ in self.unconfirmed]
+        lost += [contents for contents, _ in self.taken if not self.outgoing._is_kept(contents)]
+        self.outgoing.release(lost)
+        self.taken = [each for each in self.taken if each[0] not in lost]
+        self.unconfirmed.clear()
 
     def disturb(self):
         """Preempt a request, or end it."""
@@ -111,16 +118,21 @@ class PrefillLoop:
 
     def take(self):
         for number, wanted in self.wanted.items():
-            for contents in self.outgoing.take(number):
+            for step, contents in self.outgoing.take(number):
                 name, prefix = wanted.popleft()
                 assert contents.name == name
                 self.num_early += f"r{number}" not in self.ended
-                self.taken.append((contents, prefix))
+                self.unconfirmed.append((step, contents, prefix))
+        while self.unconfirmed and self.outgoing.are_filled(self.unconfirmed[0][0]):
+            self.taken.append(self.unconfirmed.popleft()[1:])
+        self.num_unconfirmed += len(self.unconfirmed)
+        self.check()
 
     def check(self):
         """What was taken is in its slots: the step that was sent last has stored it at the
         latest."""
-        for contents, prefix in self.taken:
+        unconfirmed = [own for _, *own in self.unconfirmed]
+        for contents, prefix in [*self.taken, *unconfirmed]:
             ends = range(len(prefix) - SIZE + 1, len(prefix) + 1)
             expected = {place: prefix[:end] for place, end in enumerate(ends)}
             assert [self.rank.slots[slot] for slot in contents.slots] == [expected]
@@ -132,7 +144,7 @@ class PrefillLoop:
 
 
 @pytest.mark.parametrize("seed", seeds(8, of=300))
-def test_only_blocks_of_steps_that_have_succeeded_are_sent(seed):
+def test_only_blocks_of_steps_that_have_succeeded_are_used(seed):
     loop = PrefillLoop(random.Random(seed))
     for _ in range(300):
         event = loop.rng.random()
@@ -147,10 +159,11 @@ def test_only_blocks_of_steps_that_have_succeeded_are_sent(seed):
         loop.take()
         if event > 0.7:
             loop.release()
-    assert loop.num_early > 5, seed
+    assert loop.num_early > 5 and loop.num_unconfirmed > 0, seed
     for number in loop.wanted:
         loop.outgoing.drop(number)
     loop.outgoing.release(contents for contents, _ in loop.taken)
+    loop.outgoing.release(contents for _, contents, _ in loop.unconfirmed)
     assert loop.scheduler.exchange.num_slots == 0, seed
 
 
@@ -167,7 +180,10 @@ def test_the_last_blocks_are_stored_before_their_step_has_ended(is_wanted):
     assert scheduler.schedule() is None
     if second is None:
         return
-    assert not second.num_scheduled_tokens and outgoing.take(1) == []
+    assert not second.num_scheduled_tokens
+    taken = outgoing.take(1)
+    assert [each.contents.name for each in taken] == names
+    assert not any(outgoing.are_filled(each.step) for each in taken)
     assert len(second.extensions[0].stored.slots) == len(names) == 2
     assert len(scheduler.update_from_output(first, StepResult(["r"], [7]))) == 1
-    assert [each.name for each in outgoing.take(1)] == names
+    assert all(outgoing.are_filled(each.step) for each in taken)

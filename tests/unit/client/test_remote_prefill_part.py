@@ -15,6 +15,7 @@ from worker_client.driver_parts.remote_prefill import (
     Described,
     Ended,
     LinkLeft,
+    MoveConfirmed,
     MoveToReceive,
     Opened,
     PrefillCounts,
@@ -84,6 +85,8 @@ class ModelledGroup:
         self.rng, self.timeout_s, self.counts = rng, TIMEOUT_S, PrefillCounts()
         self.link, self.prompts, self.told, self.is_up = None, {}, [], True
         self.commands = []
+        self.unconfirmed, self.confirmed = [], set()
+        """Moves of the link, each with its prompt and names; names that a driver may use."""
 
     def describe(self):
         self.commands.append(lambda: self.tell(Described(("shard",))))
@@ -95,6 +98,7 @@ class ModelledGroup:
     def open_link(self, link):
         def opened():
             self.link, self.num_moves = link, 0
+            self.unconfirmed.clear()
 
         self.commands.append(opened)
 
@@ -124,10 +128,22 @@ class ModelledGroup:
         told, self.told = self.told, []
         return told
 
+    def await_news(self, timeout_s):
+        pass
+
     def tell(self, news):
         self.told.append(news)
 
+    def confirm(self):
+        """Tell that the oldest move has brought what is right."""
+        number, move, names = self.unconfirmed.pop(0)
+        self.confirmed |= {*names}
+        self.tell(MoveConfirmed(self.link.number, move, number))
+
     def end(self, number):
+        """A prompt that was computed ends after its moves were confirmed."""
+        while any(own == number for own, _, _ in self.unconfirmed) and self.rng.random() < 0.9:
+            self.confirm()
         del self.prompts[number]
         self.tell(PromptOver(number))
 
@@ -136,6 +152,7 @@ class ModelledGroup:
         event = self.rng.random()
         if not self.is_up:  # commands meanwhile were for the one that has ended
             self.is_up, self.prompts, self.link = True, {}, None
+            self.unconfirmed.clear()
             self.commands.clear()
             self.tell(Opened())
         elif event < 0.002:
@@ -144,8 +161,11 @@ class ModelledGroup:
         elif event < 0.005 and self.link is not None:
             self.tell(LinkLeft(self.link.number))
             self.link = None
+            self.unconfirmed.clear()
         elif self.commands and event < 0.6:
             self.commands.pop(0)()
+        elif self.unconfirmed and event < 0.8:
+            self.confirm()
         elif self.prompts:
             self.proceed(self.rng.choice([*self.prompts]))
 
@@ -161,6 +181,7 @@ class ModelledGroup:
             chunk, prompt.granted = prompt.granted[:count], prompt.granted[count:]
             self.num_moves += 1
             self.tell(MoveToReceive(self.link.number, self.num_moves, number, chunk))
+            self.unconfirmed.append((number, self.num_moves, chunk))
 
 
 class DecodingSide:
@@ -176,8 +197,9 @@ class DecodingSide:
         monkeypatch.setattr(remote_prefill, "time", SimpleNamespace(**clock))
         self.tier, self.keys, self.num_requests = HostPlace(NUM_SLOTS), {}, 0
         pool, names = BlockPool(8, len(groups)), ContentNames(groups, TAG)
-        steps = SimpleNamespace(next=0, oldest=0)
+        steps = SimpleNamespace(next=0, oldest=0, num_failures=0)
         self.exchange = HostBlockExchange(self.tier, pool, self.keys.get, names, steps)
+        self.names = names
         self.prefix_tag, self.num_groups, self.held = b"prefix", len(groups), set()
         self.ranks, self.prefill = ModelledRanks(self.rng), ModelledGroup(self.rng)
         group = SimpleNamespace(transfers=self.ranks)
@@ -207,7 +229,9 @@ class DecodingSide:
     def check(self):
         """Requests can load only what has come."""
         known = {key for keys in self.keys.values() for key in keys}
-        assert {key for key in known if key in self.tier} <= self.ranks.arrived
+        found = {key for key in known if key in self.tier}
+        assert found <= self.ranks.arrived
+        assert {self.names.name_of(key) for key in found} <= self.prefill.confirmed
         assert self.exchange.num_slots <= NUM_SLOTS
         assert self.ranks.link is not None or not self.exchange.num_slots
 

@@ -602,6 +602,22 @@ def test_fp8_holds_twice_the_tokens(write_model, architecture, fields, dtype, pp
     assert f"{narrow.num_blocks:,} blocks of 16 tokens in float8_e4m3fn" in plan_text(narrow)
 
 
+def test_a_tier_in_device_memory_leaves_less_for_the_cache(write_model):
+    path, size = write_model(), 4 * MIB
+    options = {"kv_host_memory_bytes": size, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    host, device = (
+        plan(path, 4096 * MIB, kv_tier_memory=place, **options) for place in ("host", "device")
+    )
+    assert device.num_host_blocks == host.num_host_blocks > 0
+    (before,), (after,) = host.ranks, device.ranks
+    moves_and_checksums = before.kv_available_bytes - after.kv_available_bytes - size
+    assert moves_and_checksums > 0
+    assert "bytes of device memory of a rank" in plan_text(device)
+    with pytest.raises(ConfigError) as caught:
+        plan(path, kv_tier_memory="disk", **options)
+    assert caught.value.field == "cache.kv_tier_memory"
+
+
 def test_a_dtype_of_the_cache_that_is_none_is_refused(write_model):
     with pytest.raises(ConfigError) as caught:
         plan(write_model(), kv_cache_dtype="fp4")

@@ -34,7 +34,8 @@ def test_blocks_are_what_a_model_of_them_says(seed, monkeypatch):
     rng = random.Random(seed)
     # Blocks of 88 bytes: one, two, or all of a step's at once.
     monkeypatch.setattr(staging, "STAGING_BYTES", rng.choice([1, 176, 1 << 20]))
-    tier, num_invalid = ModelledTier(rng, "cpu"), 0
+    memory = ("host", "device")[seed % 2]
+    tier, num_invalid = ModelledTier(rng, "cpu", memory=memory), 0
     for _ in range(120):
         tier.compute()
         if tier.slots and rng.random() < 0.2:

@@ -19,10 +19,11 @@ from rpc_schema import kv_transfer as kt
 from rpc_schema.config import RendezvousAddress
 from rpc_schema.errors import ConfigError, FencedError, TransferError
 from tests.support.exhaustive import seeds
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, wait_until
 from worker_daemon.contracts.source_identity import SourceIdentity
+from worker_daemon.device.peer_rows import runs_of
 from worker_daemon.runner.block_contents import BlockContents, versioned_tag
-from worker_daemon.runner.connectors import peers
+from worker_daemon.runner.connectors import peer_copies, peers
 from worker_daemon.runner.connectors.checksums import (
     BlockParts,
     PageSection,
@@ -30,6 +31,7 @@ from worker_daemon.runner.connectors.checksums import (
     numbers_of,
 )
 from worker_daemon.runner.connectors.moved_bytes import MovedBytes
+from worker_daemon.runner.connectors.peer_copies import SharedMemory
 from worker_daemon.runner.connectors.peers import (
     OwnShard,
     PeerTransfers,
@@ -66,13 +68,48 @@ class MemoryChannel:
             whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
             raw = found.flatten().view(torch.uint8)
             assert len(raw) <= len(whole)
+            self.num_received += tensor.dtype == torch.int32
             whole[: len(raw)] = raw
+
+    is_lost = False
+    num_received = 0
+    """Messages with blocks."""
 
     def abort(self):
         pass
 
     def leave(self):
         pass
+
+
+class SharedRows:
+    """Rows of each rank that others may map, in this process's memory."""
+
+    def __init__(self, rng):
+        self.rows, self.rng, self.share = {}, rng, rng.choice([0.0, 0.5, 1.0])
+        self.num_mapped = self.num_closed = 0
+
+    def of(self, rows):
+        """How a rank shares its rows: names them by a handle."""
+        handle = (len(self.rows) + 1).to_bytes(64, "little")
+        self.rows[handle] = rows
+        return SharedMemory(handle, self._map)
+
+    def _map(self, handle, num_rows, row_bytes):
+        rows = self.rows[handle]
+        assert rows.shape == (num_rows, row_bytes)
+        if self.rng.random() >= self.share:
+            raise TransferError("no such memory here")
+        self.num_mapped += 1
+        return SimpleNamespace(copy=lambda s, to, t: copy_rows(rows, s, to, t), close=self._close)
+
+    def _close(self):
+        self.num_closed += 1
+
+
+def copy_rows(rows, sources, target, targets):
+    for source, place, count in runs_of(sources, targets):
+        target[place : place + count] = rows[source : source + count]
 
 
 class Contents(NamedTuple):
@@ -87,7 +124,7 @@ class Contents(NamedTuple):
 class Rank:
     """One rank of a group, and its slots."""
 
-    def __init__(self, shard, num_pages):
+    def __init__(self, shard, num_pages, shared):
         own, drafts = [(num_pages, shard)], shard.drafts
         if drafts is not None:
             own.append((len(drafts.layer_names), drafts))
@@ -100,13 +137,14 @@ class Rank:
         self.shard = shard
         size = 4 * (self.parts.num_words + self.parts.checksum_words)
         self.rows = torch.zeros((NUM_SLOTS, size), dtype=torch.uint8)
-        counts = SimpleNamespace(num_sent=0, num_received=0, num_failed=0)
+        counts = SimpleNamespace(num_sent=0, num_received=0, num_failed=0, num_mapped=0)
         counts.sent, counts.received = MovedBytes(), MovedBytes()
-        self.tier = SimpleNamespace(arrivals=deque(), counts=counts, have_left=lambda: True)
+        self.tier = SimpleNamespace(arrivals=deque(), counts=counts, have_left=lambda slots: True)
         self.contents = BlockContents(NUM_SLOTS)
         self.weights = SimpleNamespace(version=1, identity=SourceIdentity(bytes(32)))
         drafts = SimpleNamespace(version=5, identity=SourceIdentity(b"d" * 32))
-        slots = SharedSlots(self.rows, self.tier.arrivals, counts, lambda: True, self.contents)
+        own = self.tier.arrivals, counts, lambda slots: True, self.contents, shared.of(self.rows)
+        slots = SharedSlots(self.rows, *own)
         weights = PeerWeights(self.weights, drafts)
         self.peers = PeerTransfers(OwnShard(shard, self.parts), slots, weights, threading.Lock())
 
@@ -159,8 +197,13 @@ class Pair:
     """Two groups of one random model, and a link between them. Layers have some windows; the groups
     divide those of each window into KV groups in ways of their own."""
 
-    def __init__(self, rng, monkeypatch):
+    def __init__(self, rng, monkeypatch, share=None, shape=None):
+        """share: of the sources whose rows can be mapped. shape: (pp, tp) of both groups, which
+        divide layers alike."""
         self.rng, self.num_heads = rng, 2 ** rng.randint(0, 2)
+        self.shared = SharedRows(rng)
+        self.shared.share = self.shared.share if share is None else share
+        monkeypatch.setattr(peer_copies, "staging_rows", lambda _: rng.randint(1, 9))
         monkeypatch.setattr(peers, "MESSAGE_BYTES", rng.choice([1, 1000, 1 << 20]))
         monkeypatch.setattr(peers, "_STORE_WAIT_S", 0.05)
         windows = rng.choice([[0], [8], [0, 8], [0, 8, 20]])
@@ -169,9 +212,15 @@ class Pair:
         self.draft_heads = 2 ** rng.randint(0, 2)
         if 0 not in self.window_of.values():
             self.drafts = ()
-        self.sources, self.destinations = (
-            self._group(rng.randint(1, 3), 2 ** rng.randint(0, 3)) for _ in range(2)
-        )
+        if shape is None:
+            self.sources, self.destinations = (
+                self._group(rng.randint(1, 3), 2 ** rng.randint(0, 3)) for _ in range(2)
+            )
+        else:
+            state = rng.getstate()
+            self.sources = self._group(*shape)
+            rng.setstate(state)
+            self.destinations = self._group(*shape)
         numbers = range(len(self.ranks))
         self.queues = queues = {
             pair: queue.SimpleQueue() for pair in itertools.product(numbers, repeat=2)
@@ -237,7 +286,7 @@ class Pair:
                     groups=groups,
                     drafts=self._drafts(rank, tp) if stage == pp - 1 else None,
                 )
-                ranks.append(Rank(shard, max(map(len, by_group))))
+                ranks.append(Rank(shard, max(map(len, by_group)), self.shared))
         return ranks
 
     def _drafts(self, rank, tp):
@@ -320,8 +369,8 @@ class Pair:
 def make_pair(monkeypatch):
     made = []
 
-    def make(seed):
-        made.append(Pair(random.Random(seed), monkeypatch))
+    def make(seed, **options):
+        made.append(Pair(random.Random(seed), monkeypatch, **options))
         return made[-1]
 
     yield make
@@ -355,6 +404,51 @@ def test_slots_hold_what_the_ranks_own_device_would_have_stored(make_pair, seed)
     for rank in pair.destinations:
         for slot, block in expected.items():
             assert torch.equal(rank.rows.view(torch.int32)[slot], rank.row_of(*block)), seed
+
+
+@pytest.mark.parametrize("shape", [None, (1, 1), (2, 1)])
+@pytest.mark.parametrize("seed", seeds(2, of=40))
+def test_blocks_are_read_from_mapped_slots(make_pair, seed, shape):
+    """Groups of one shape copy whole slots. All is unmapped with the link."""
+    pair = make_pair(seed, share=1.0, shape=shape)
+    targets = pair.places(pair.destinations[0], pair.contents)
+    assert all(not report.failed for report in pair.move(range(NUM_CONTENTS), targets)), seed
+    for rank in pair.destinations:
+        for contents, slots in zip(pair.contents, targets, strict=True):
+            for slot, block in zip(slots, rank.blocks_of(contents), strict=True):
+                found = rank.rows.view(torch.int32)[slot]
+                assert torch.equal(found, rank.row_of(contents, *block)), seed
+        assert rank.tier.counts.num_mapped == rank.tier.counts.num_received > 0
+        assert rank.peers._link._channel.num_received == 0, seed
+    for count in ("sent", "received"):
+        ranks = pair.sources if count == "sent" else pair.destinations
+        moved = {getattr(rank.tier.counts, count).num_bytes for rank in ranks}
+        assert max(moved) > 0, seed
+    assert not pair.shared.num_closed
+    pair.close()
+    wait_until(lambda: pair.shared.num_closed == pair.shared.num_mapped > 0, seed)
+
+
+@pytest.mark.parametrize("wrong", [-1, NUM_SLOTS, 1 << 30])
+def test_slots_that_the_other_rank_does_not_have_are_not_read(make_pair, monkeypatch, wrong):
+    pair = make_pair(4, share=1.0)
+    listing = peers.listing_of
+    named = np.array([wrong], "<i4").tobytes()
+    monkeypatch.setattr(peers, "listing_of", lambda move: named + listing(move)[4:])
+    pair.send_move([0, 1], pair.places(pair.destinations[0], pair.contents[:2]))
+    for rank in pair.destinations:
+        wait_until(lambda rank=rank: rank.peers.report(1).state == "broken", wrong)
+        assert f"has {NUM_SLOTS} slots" in rank.peers.report(1).fault
+        assert not rank.tier.arrivals
+
+
+def test_memory_of_a_rank_that_has_gone_is_unmapped(make_pair, monkeypatch):
+    monkeypatch.setattr(peers, "_LOOK_S", 0.01)
+    pair = make_pair(5, share=1.0)
+    for rank in pair.destinations:
+        rank.peers._link._channel.is_lost = True
+    wait_until(lambda: pair.shared.num_closed == pair.shared.num_mapped > 0, "unmapped")
+    assert all(rank.peers.report(1).state == "broken" for rank in pair.destinations)
 
 
 @pytest.mark.parametrize("seed", seeds(4, of=40))

@@ -60,6 +60,14 @@ def test_plans_that_do_not_fit(fields, cache_bytes, said):
         open_tier_memory(plan(**fields), CacheConfig(kv_host_memory_bytes=cache_bytes), CPU, 0)
 
 
+def test_device_memory_is_not_the_hosts():
+    """No bound of the operator concerns it, and it cannot outlive the daemon."""
+    cache = CacheConfig(kv_host_memory_bytes=1001, kv_tier_memory="device")
+    check_host_memory(cache, 1000)
+    with pytest.raises(ConfigError, match=r"kv_tier_memory = .?device.*without --kv-host-dir"):
+        check_host_memory(cache, None, SimpleNamespace())
+
+
 def test_the_hosts_memory(monkeypatch):
     cache = CacheConfig(kv_host_memory_bytes=64 * 8)
     monkeypatch.setattr(host_memory, "host_room_bytes", lambda: host_memory.RESERVE_BYTES + 511)

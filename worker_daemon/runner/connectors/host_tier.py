@@ -1,4 +1,5 @@
-"""The host tier: a KV connector whose other place is this rank's host memory (device/host_rows.py).
+"""The host tier: a KV connector whose other place is this rank's host memory (device/host_rows.py),
+or memory of its device that is no part of the KV cache (device/device_rows.py).
 What a slot holds, and whether a driver may be told, is in RequestState.host_contents.
 
 Shapes: S blocks to store, L blocks to load, W int32 words of a block on this rank, R those words
@@ -6,26 +7,41 @@ and the words of its checksums.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rpc_schema.config import CacheConfig, KVTierMemory
 from rpc_schema.host_tier import HostTierMoves, HostTierStatus
-from worker_daemon.contracts.arrays import Int32s
-from worker_daemon.device.host_rows import HostRows, PinProgress
+from rpc_schema.kv_cache import KVPages, LatentPages
+from worker_daemon.contracts.arrays import Int32s, Int64s
+from worker_daemon.device.host_rows import PinProgress, TierRows
 from worker_daemon.device.pinned import upload
 from worker_daemon.device.transfers import CopyTimes
 from worker_daemon.models.weight_state import WeightState
 from worker_daemon.runner.block_contents import BlockContents, Hashes, versioned_tag
-from worker_daemon.runner.connectors.checksums import BlockParts, PartChecksums, numbers_of
+from worker_daemon.runner.connectors.checksums import (
+    CHECKSUM_WORDS,
+    WORD_BYTES,
+    BlockParts,
+    PartChecksums,
+    numbers_of,
+)
 from worker_daemon.runner.connectors.interface import NO_BLOCKS, Loaded
 from worker_daemon.runner.connectors.moved_bytes import MovedBytes
-from worker_daemon.runner.connectors.staging import Arrive, BlockStaging, Leave, Load
+from worker_daemon.runner.connectors.staging import (
+    Arrive,
+    BlockStaging,
+    InPlace,
+    Leave,
+    Load,
+    staging_rows,
+)
 from worker_daemon.runner.connectors.tier_index import TierIndex
 from worker_daemon.runner.kv_cache import BlockPages
 from worker_daemon.runner.request_state import RequestState
@@ -33,6 +49,28 @@ from worker_daemon.runner.scheduled_step import ScheduledStep
 
 _Add: TypeAlias = Callable[[slice, Callable[[], None] | None], None]
 """Takes some of a step's slots, and what waits until their blocks are there; None: they are."""
+
+_MOST_RUNS: Final = 16
+"""Most runs of slots whose blocks are read one launch each."""
+_MOVE_BUFFERS: Final = 6
+"""Staging buffers that a move from another group's device memory takes at most (peer_copies.py)."""
+
+
+def tier_device_bytes(
+    cache: CacheConfig, pages: Sequence[KVPages | LatentPages], block_bytes: int
+) -> int:
+    """Return the most device memory that a tier takes beside its staging buffers: 0 for one in
+    host memory. pages: of a rank's layers. block_bytes: of a block there."""
+    if cache.kv_tier_memory != "device" or not cache.kv_host_memory_bytes or not pages:
+        return 0
+    smallest_part = min(
+        each.bytes_per_token // (each.num_kv_heads if isinstance(each, KVPages) else 1)
+        for each in pages
+    )
+    part_bytes = max(1, smallest_part * cache.block_size)
+    checksums = cache.kv_host_memory_bytes * CHECKSUM_WORDS * WORD_BYTES // part_bytes
+    moves = _MOVE_BUFFERS * staging_rows(block_bytes) * block_bytes
+    return cache.kv_host_memory_bytes + checksums + moves
 
 
 class Moves(NamedTuple):
@@ -65,12 +103,14 @@ class TierCounts:
     size_bytes: int
     """Without checksums."""
     copies: CopyTimes
+    memory: KVTierMemory = "host"
     num_stored: int = 0
     num_loaded: int = 0
     num_invalid: int = 0
     num_sent: int = 0
     """Written on the thread that sends to other groups."""
     num_received: int = 0
+    num_mapped: int = 0
     num_restored: int = 0
     num_rejected: int = 0
     file_bytes: int = 0
@@ -100,6 +140,8 @@ class TierCounts:
             loaded=MovedBytes(self.num_loaded * block_bytes, self.copies.in_s).status(),
             sent=self.sent.status(),
             received=self.received.status(),
+            memory=self.memory,
+            num_mapped=self.num_mapped,
         )
 
 
@@ -129,15 +171,16 @@ class HostTier:
     def __init__(
         self,
         pages: BlockPages,
-        memory: HostRows,
+        memory: TierRows,
         state: RequestState,
         weights: WeightState,
         parts: BlockParts,
         kept: KeptSlots | None = None,
+        place: KVTierMemory = "host",
     ) -> None:
         """pages: of the KV cache. memory: a row for each slot: a block, and its checksums. parts:
         of a block. kept: begin with what an earlier daemon has left in memory, and leave that to
-        the next one; None: memory ends with the daemon."""
+        the next one; None: memory ends with the daemon. place: of the memory, for its status."""
         self._host = memory.rows.view(torch.int32)
         """int32 [slots, R]"""
         self._memory = memory
@@ -148,13 +191,15 @@ class HostTier:
         counts = [own.shape[1] for own, _ in pages.sections]
         self._checksums = PartChecksums(parts.divided(counts), pages.kernels, pages.device)
         self._staging = BlockStaging(pages, self._checksums, parts.checksum_words)
+        self._departures: Int64s = np.zeros(len(self._host), np.int64)
+        """By slot, the number of the part with which its block leaves or has left."""
         self.arrivals: deque[ReceivedBlocks] = deque()
         """Filled by the thread that receives from other groups (peers.py)."""
         self._unread: deque[Loaded] = deque()
         """Loads whose outcomes are not counted yet."""
         size_bytes = len(self._host) * pages.block_bytes
         self.counts = TierCounts(
-            state.host_contents, memory.pinning, size_bytes, self._staging.times
+            state.host_contents, memory.pinning, size_bytes, self._staging.times, place
         )
         self._kept = kept
         if kept is not None:
@@ -214,7 +259,8 @@ class HostTier:
         self._state.contents.write(blocks, seq)
         tag = versioned_tag(moves.tag, self._weights.version)
         are_held = self._state.host_contents.hold(tag, slots, hashes)
-        loaded = load(blocks, are_held, self._arriving(slots), partial(self._settle, hashes))
+        ways = self._arriving(slots), partial(self._settle, hashes), self._in_place(slots)
+        loaded = load(blocks, are_held, *ways)
         self.counts.num_loaded += slots.size
         self._unread.append(loaded)
         self._count_known()  # on the CPU this load, too: no later step may come to count it
@@ -225,10 +271,15 @@ class HostTier:
         self._staging.settle()
 
     @property
-    def have_left(self) -> Callable[[], bool]:
-        """Returns True if what was stored so far is in host memory: for any thread. It holds none
-        of the tier's memory."""
-        return self._staging.have_left
+    def have_left(self) -> Callable[[Int32s], bool]:
+        """Returns True if what was stored to these slots so far is there: for any thread. It holds
+        none of the tier's memory."""
+        departures, numbers = self._staging.departures, self._departures
+
+        def have_left(slots: Int32s) -> bool:
+            return bool(numbers[slots].max() <= departures.num_left())
+
+        return have_left
 
     def _moves_of(self, step: ScheduledStep) -> Moves | None:
         moves: Moves | None = self._state.parts.step_value(HostTierMoves, step.step_values)
@@ -268,6 +319,7 @@ class HostTier:
             sums += upload(numbers[part], self._device)[:, None]
             sums += self._checksums.page_numbers
             rows[:, self._parts.num_words :].copy_(sums.view(torch.int32))
+            self._departures[slots[part]] = self._staging.departures.num_leaving
             for row, slot, count in runs[part.start]:
                 target = self._host[slot : slot + count]
                 target.copy_(rows[row : row + count], non_blocking=True)
@@ -278,14 +330,30 @@ class HostTier:
 
     def _arriving(self, slots: Int32s) -> Arrive:
         """Return what copies blocks from slots."""
-        runs = self._runs(slots)
+        runs: Mapping[int, list[tuple[int, int, int]]] | None = None
 
         def arrive(part: slice, rows: Tensor) -> None:
+            nonlocal runs
+            runs = runs or self._runs(slots)
             for row, slot, count in runs[part.start]:
                 source = self._host[slot : slot + count]
                 rows[row : row + count].copy_(source, non_blocking=True)
 
         return arrive
+
+    def _in_place(self, slots: Int32s) -> InPlace:
+        """Return the blocks of these slots, ascending, where they are, by runs of neighbors; none
+        if they are in host memory, or in so many runs that copies of parts are faster."""
+        if self.counts.memory != "device":
+            return ()
+        starts = np.flatnonzero(np.append(True, np.diff(slots) != 1))
+        if starts.size > max(_MOST_RUNS, slots.size // self._staging.part_rows):
+            return ()
+        ends = np.append(starts[1:], slots.size).tolist()
+        runs = zip(starts.tolist(), ends, slots[starts].tolist(), strict=True)
+        return [
+            (slice(first, end), self._host[slot : slot + end - first]) for first, end, slot in runs
+        ]
 
     def _settle(self, hashes: Hashes, sums: Tensor) -> None:
         """sums: of words, less what the slots hold, which has two numbers besides."""

@@ -5,7 +5,7 @@ Shapes: P rows of a staging buffer, W int32 words of a block on this rank, R tho
 connector keeps behind them, n at most P, U checksums of a block.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol, TypeAlias
 
 import torch
@@ -14,7 +14,14 @@ from torch import Tensor
 from rpc_schema.moved_blocks import MAX_MOVED_BLOCKS
 from worker_daemon.contracts.arrays import Bools, Int32s
 from worker_daemon.device.pinned import download, upload
-from worker_daemon.device.transfers import BESIDE_DEPTH, DEPTH, CopyTimes, LoadLane, TransferOrder
+from worker_daemon.device.transfers import (
+    BESIDE_DEPTH,
+    DEPTH,
+    CopyTimes,
+    LoadLane,
+    StoreLane,
+    TransferOrder,
+)
 from worker_daemon.runner.connectors.checksums import WORD_BYTES
 from worker_daemon.runner.connectors.interface import Loaded
 from worker_daemon.runner.kv_cache import BlockPages
@@ -26,6 +33,8 @@ _DEPTHS: Final = (DEPTH, DEPTH, BESIDE_DEPTH)
 """Buffers of each lane: to the host, from there before a step, and from there beside steps."""
 _SUMS_BLOCKS: Final = 32
 """The checksums of the most blocks that a step moves are no larger than so many blocks."""
+_ALIGNED_IDS: Final = 4
+"""Block ids in 16 bytes."""
 
 Leave: TypeAlias = Callable[[slice, Tensor, Tensor], None]
 """Starts the copies of some blocks to the host: which of them, their rows, int32 [n, R], and their
@@ -39,7 +48,11 @@ Settle: TypeAlias = Callable[[Tensor], None]
 """Makes the checksums of blocks that have arrived as they must, int64 [L, U] on the device, zero,
 and those of no others."""
 
-Load: TypeAlias = Callable[[Int32s, Bools, Arrive, Settle], Loaded]
+InPlace: TypeAlias = Sequence[tuple[slice, Tensor]]
+"""Places of all blocks of a load that are on the device already, so that none has to arrive: some
+of the blocks each, and their rows, int32 [n, R]. Empty: they are not there."""
+
+Load: TypeAlias = Callable[[Int32s, Bools, Arrive, Settle, InPlace], Loaded]
 """BlockStaging.load or load_beside."""
 
 
@@ -121,32 +134,43 @@ class BlockStaging:
         return self._order.times
 
     @property
-    def have_left(self) -> Callable[[], bool]:
-        """Returns True if what was stored so far is on the host: for any thread. It holds none of
-        the buffers."""
-        return self._order.stores.have_left
+    def departures(self) -> StoreLane:
+        """The way out, which numbers what leaves. It holds none of the buffers."""
+        return self._order.stores
 
     def mark_departure(self) -> Callable[[], None]:
         """Return a function that waits, on any thread, until what left so far is on the host. For
         a Leave."""
         return self._order.stores.mark()
 
-    def load(self, block_ids: Int32s, are_held: Bools, arrive: Arrive, settle: Settle) -> Loaded:
+    def load(
+        self,
+        block_ids: Int32s,
+        are_held: Bools,
+        arrive: Arrive,
+        settle: Settle,
+        in_place: InPlace = (),
+    ) -> Loaded:
         """Let blocks [L] arrive before the steps that are launched later, and fill those with NaN
         that do not have their checksum. are_held: bool [L], False for blocks that are not there at
         all."""
         lane, buffers = self._order.loads, self._incoming
-        loaded = self._load(lane, buffers, block_ids, are_held, arrive, settle)
+        loaded = self._load(lane, buffers, block_ids, are_held, arrive, settle, in_place)
         loaded.end.await_in_steps()
         return loaded
 
     def load_beside(
-        self, block_ids: Int32s, are_held: Bools, arrive: Arrive, settle: Settle
+        self,
+        block_ids: Int32s,
+        are_held: Bools,
+        arrive: Arrive,
+        settle: Settle,
+        in_place: InPlace = (),
     ) -> Loaded:
         """Let blocks [L] arrive beside steps: as load(), but a step that reads or writes them has
         to wait for the arrival first."""
         lane, buffers = self._order.loads_beside, self._incoming_beside
-        return self._load(lane, buffers, block_ids, are_held, arrive, settle)
+        return self._load(lane, buffers, block_ids, are_held, arrive, settle, in_place)
 
     def settle(self) -> None:
         """Wait for all copies."""
@@ -160,6 +184,7 @@ class BlockStaging:
         are_held: Bools,
         arrive: Arrive,
         settle: Settle,
+        in_place: InPlace,
     ) -> Loaded:
         device = buffers.device
         with lane.beginning():
@@ -167,7 +192,14 @@ class BlockStaging:
             sums = torch.empty(
                 (block_ids.size, self._checksums.count), dtype=torch.int64, device=device
             )
-        parts = [*self._parts(block_ids.size, buffers)]
+        if in_place:
+            with lane.through(0):
+                lane.await_steps(0)
+                for part, rows in in_place:
+                    # A kernel is compiled again for a pointer that is aligned to less.
+                    own = ids[part].clone() if part.start % _ALIGNED_IDS else ids[part]
+                    self._checksums.deliver(rows, own, self._pages, sums[part])
+        parts = [] if in_place else [*self._parts(block_ids.size, buffers)]
         depth = len(buffers)
         for buffer in range(min(depth, len(parts))):
             with lane.through(buffer):

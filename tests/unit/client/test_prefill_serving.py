@@ -1,0 +1,119 @@
+"""The group that computes prompts begins to send blocks before their steps have ended, and says
+which are right only then."""
+
+import random
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support.flat_requests import flat_request
+from tests.unit.client.test_outgoing_contents import LIMITS, ModelledRank
+from worker_client.driver_parts.remote_prefill import (
+    LinkLeft,
+    MoveConfirmed,
+    MoveToReceive,
+    PromptOver,
+    SlotsWanted,
+)
+from worker_client.group.kv_transfers import MovesReport
+from worker_client.replicas.prefill_serving import PrefillServing
+from worker_client.scheduler import Scheduler
+from worker_client.scheduler_output import StepResult
+
+
+class ModelledDriver:
+    """A driver with two steps in flight; group.transfers is itself."""
+
+    def __init__(self):
+        self.scheduler, self.rank, self.flying = Scheduler(LIMITS), ModelledRank(), deque()
+        self.group = SimpleNamespace(transfers=self)
+        self.while_in_flight, self.must_fail, self.num_moves = None, False, 0
+        self.num_begun = []
+        """Moves before each result."""
+        self.add_request = self.scheduler.add_request
+        self.abort_request = self.scheduler.abort_request
+
+    @property
+    def busy(self):
+        return bool(self.flying) or self.scheduler.has_unfinished_requests()
+
+    def step(self):
+        while len(self.flying) < 2 and (output := self.scheduler.schedule()) is not None:
+            self.flying.append((output, *self.rank.run(output)))
+        self.while_in_flight()
+        self.num_begun.append(self.num_moves)
+        if self.must_fail:
+            outputs = [output for output, *_ in self.flying]
+            self.flying.clear()
+            self.scheduler.step_failed(outputs, frozenset(self.rank.rows))
+            self.rank.rows.clear()
+            self.must_fail = False
+            return []
+        output, sampled, _ = self.flying.popleft()
+        return self.scheduler.update_from_output(output, StepResult(sampled, [7] * len(sampled)))
+
+    def look(self):
+        pass
+
+    def open(self, link, *, sends):
+        assert sends
+
+    def move(self, link, move):
+        self.num_moves = move.number
+
+    def poll(self, link):
+        return MovesReport(True, "", self.num_moves, frozenset())
+
+    def close(self):
+        pass
+
+
+class Sending:
+    """A prompt whose slots are granted, and what is told of it."""
+
+    def __init__(self, count):
+        self.driver, self.told, self.link = ModelledDriver(), [], SimpleNamespace(number=5)
+        self.serving = PrefillServing(self.driver, self.told.append)
+        self.serving.open_link(self.link)
+        tokens = [random.randrange(9) for _ in range(count)]
+        other, request = Scheduler(LIMITS), flat_request("r", tokens, max_tokens=3)
+        other.add_request(request)
+        self.names = other.exchange.lacking("r")
+        self.serving.compute(1, request, self.names)
+        assert isinstance(self.told.pop(0), SlotsWanted)
+        self.serving.grant(self.link, 1, self.names)
+
+    def kinds(self, kind):
+        return [each for each in self.told if isinstance(each, kind)]
+
+
+def test_moves_begin_with_the_steps_that_store_and_are_confirmed_when_they_are_right():
+    sending = Sending(30)
+    num_ahead = num_before = 0
+    for _ in range(20):
+        sending.serving.proceed()
+        begun, right = sending.kinds(MoveToReceive), sending.kinds(MoveConfirmed)
+        assert [each.move for each in right] == [each.move for each in begun][: len(right)]
+        num_ahead += sending.driver.num_begun[-1] > num_before
+        num_before = len(right)
+    assert num_ahead > 0
+    assert [name for each in begun for name in each.names] == sending.names
+    assert len(right) == len(begun)
+    assert isinstance(sending.told[-1], PromptOver)
+    assert sending.driver.scheduler.exchange.num_slots == 0
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_steps_that_fail_confirm_nothing_and_end_the_link(num_steps):
+    sending = Sending(52)
+    for _ in range(num_steps):
+        sending.serving.proceed()
+    num_right = len(sending.kinds(MoveConfirmed))
+    sending.driver.must_fail = True
+    sending.serving.proceed()
+    assert len(sending.kinds(MoveToReceive)) > num_right
+    assert len(sending.kinds(MoveConfirmed)) == num_right
+    assert sending.kinds(LinkLeft) == [LinkLeft(5)]
+    sending.serving.drop(1)
+    assert sending.driver.scheduler.exchange.num_slots == 0
