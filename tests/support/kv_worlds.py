@@ -236,8 +236,8 @@ class World:
         def recover(died):
             if not self.may_die:
                 self.deaths.append(f"{died}\n{side.daemons.log_tail(died.rank)}")
-            side.daemons.restart_dead()
-            group.replace(died.rank)
+            with side.daemons.kept_alive():  # successors are killed, too
+                group.replace(died.rank)
             known, found = group.weights.version, common_version(group.get_status())
             if known is None or found is None or known.identity != found.identity:
                 # No rank is left that knew which files were read last.
@@ -447,10 +447,11 @@ class PeersWorld(World):
 
         @contextlib.contextmanager
         def open_driver():
-            sources.daemons.restart_dead()
-            with self._driving(sources, reload=begins[0]) as driver:
-                begins[0] = False
-                self._bring(driver.group)
+            with contextlib.ExitStack() as opened:
+                with sources.daemons.kept_alive():
+                    driver = opened.enter_context(self._driving(sources, reload=begins[0]))
+                    begins[0] = False
+                    self._bring(driver.group)
                 self._prefill_driver = driver
                 yield driver
 
