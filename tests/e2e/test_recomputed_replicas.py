@@ -18,6 +18,7 @@ from tests.support.serving import connect, drafts_by
 from tests.support.serving import worker_config as config_of
 from tests.support.watched import Watched, successor
 from worker_client.errors import WorkerDied
+from worker_client.replicas import placement
 
 MOST = 32
 """Tokens of a pass."""
@@ -58,9 +59,10 @@ def computed_tokens(group, tables=None):
 
 @pytest.mark.parametrize(("pp", "tp"), SHAPES)
 @pytest.mark.parametrize("shares", [True, exhaustively(False)])
-def test_replicas_with_uneven_loads(opened, moe, pp, tp, shares, seed):
+def test_replicas_with_uneven_loads(opened, moe, pp, tp, shares, seed, monkeypatch):
     """In several passes, of which one replica has more, in the middle of a prompt, with shared
     blocks; by each engine."""
+    monkeypatch.setattr(placement, "PREFIX_TOKENS", 4)
     rng = random.Random(seed)
     texts = texts_of(seed, [40, 5, 33, 9, 90])
     texts.insert(2, texts[0])  # on the first replica too, with nine blocks of the other
