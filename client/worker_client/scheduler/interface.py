@@ -193,6 +193,11 @@ class ExpectingScheduler(SchedulerInterface, Protocol):
         others are guesses. Unknown ids are ignored."""
 
 
+STORED_AHEAD_BYTES: Final = 64 << 20
+"""Most bytes that a step stores on each rank before they are evicted: one of a rank's two staging
+buffers, which has left before the next step fills it again, if that step takes 0.7 ms."""
+
+
 @dataclass(frozen=True)
 class SchedulerLimits:
     """Limits of a scheduler for a loaded group."""
@@ -341,7 +346,13 @@ def scheduler_limits(
         routed_experts=model.metadata.routed_experts,
         num_host_blocks=model.num_host_blocks,
         has_kv_files=config.cache.kv_files,
+        max_stored_ahead=_stored_ahead(model.num_host_blocks, config.cache.kv_host_memory_bytes),
     )
+
+
+def _stored_ahead(num_host_blocks: int, host_bytes: int) -> int:
+    """Return how many blocks may be stored ahead in a step, of a host tier of this size."""
+    return max(1, STORED_AHEAD_BYTES * num_host_blocks // host_bytes) if num_host_blocks else 0
 
 
 def _lookahead(config: SpeculativeConfig) -> int:
