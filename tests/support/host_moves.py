@@ -159,10 +159,10 @@ class ModelledTier:
         row[self.rng.randrange(len(row))] ^= 1 << self.rng.randrange(8)
         self.slots[slot] = (self.slots[slot][0], None)
 
-    def step(self, stores, loads, num_beside=0):
+    def step(self, stores, loads, num_beside=0, **fields):
         """Move blocks with a step, and return the loads that it waits for."""
         self.seq += 1
-        moves = moves_of(stores, loads, num_beside=num_beside)
+        moves = moves_of(stores, loads, num_beside=num_beside, **fields)
         values = self.state.parts.check_step((moves,), (), self.state.limits)
         step = self.state.dummy_step(self.seq)._replace(step_values=values)
         return self.connectors.begin(step)
@@ -187,8 +187,12 @@ class ModelledTier:
             is_known = rng.random() < 0.8
             loads.append((block, slot, self.slots[slot][0] if is_known else bytes(HASH_BYTES)))
         num_beside = rng.randint(0, len(loads)) if rng.random() < 0.5 else 0
-        loaded = self.step(stores, loads, num_beside)
         split = len(loads) - num_beside
+        are_idle = {block for block, *_ in stores}.isdisjoint(block for block, *_ in loads[split:])
+        are_idle = are_idle and num_beside > 0 and rng.random() < 0.5
+        if are_idle and self.device.type == "cuda":
+            torch.cuda.synchronize()  # else steps in flight might touch the blocks
+        loaded = self.step(stores, loads, num_beside, are_idle=are_idle)
         for block, slot, name in stores:
             self.slots[slot] = (name, self.blocks[block])
         invalid = set()

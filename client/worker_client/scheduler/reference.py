@@ -93,6 +93,7 @@ class Scheduler:
             len(limits.block_groups),
             limits.checkpoint_blocks,
             self._outside.on_evict,
+            self._outside.on_free,
         )
         self._search = PrefixSearch(limits, self._hashes, self._pool, self._outside.if_any)
         self._prefixes = PrefixCache(limits, self._hashes, self._pool, self._outside)
@@ -346,6 +347,8 @@ class Scheduler:
         if self._weights.changes or self._updates.aborting:
             done += self._updates.follow()
         self._steps.end_oldest()
+        if self._outside.tier is not None:
+            self._outside.step_ended(has_tokens=bool(result.req_ids))
         if result.invalid_blocks:
             self._exits.give_up_blocks(result.invalid_blocks)
         if result.arrived_blocks:

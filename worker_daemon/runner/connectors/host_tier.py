@@ -91,6 +91,8 @@ class Moves(NamedTuple):
     """[L, bytes of a hash]"""
     num_beside: int
     """The last so many loads run beside steps."""
+    are_idle: bool
+    """These wait for no step."""
 
 
 @dataclass(slots=True, eq=False)
@@ -215,7 +217,8 @@ class HostTier:
         moves = self._moves_of(step)
         if moves is None:
             return
-        self._staging.begin_step()
+        if not self.have_left(moves.load_slots):
+            self._staging.await_departures()
         if not moves.store_slots.size:
             return
         tag = versioned_tag(moves.tag, self._weights.version)
@@ -240,7 +243,8 @@ class HostTier:
         if moves is None:
             return None
         first = moves.load_slots.size - moves.num_beside
-        return self._load(moves, slice(first, None), step.seq, self._staging.load_beside)
+        load = partial(self._staging.load_beside, waits=not moves.are_idle)
+        return self._load(moves, slice(first, None), step.seq, load)
 
     def moved_blocks(self, step: ScheduledStep) -> Int32s:
         """See KVConnector."""
@@ -277,7 +281,7 @@ class HostTier:
         departures, numbers = self._staging.departures, self._departures
 
         def have_left(slots: Int32s) -> bool:
-            return bool(numbers[slots].max() <= departures.num_left())
+            return bool(numbers[slots].max(initial=0) <= departures.num_left())
 
         return have_left
 
