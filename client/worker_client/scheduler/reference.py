@@ -384,6 +384,20 @@ class Scheduler:
         self._queues.jump(request)
         return Jump(count)
 
+    @property
+    def weights_key(self) -> bytes:
+        """Names the present weights; see ExchangingScheduler."""
+        return self._hashes.weights
+
+    def begin_output(self, req_id: str, token_id: int) -> Jump:
+        """Let a held request begin its output with a token; see ExchangingScheduler."""
+        request = self._queues.unfinished.get(req_id)
+        if request is None or not request.is_new or request.reported is not None:
+            return NO_JUMP
+        request.num_tokens += 1  # as if a step in flight sampled it
+        done = self._results.take(StepResult([req_id], [token_id]))
+        return Jump(1, done[0] if done else None)
+
     def _num_drafts_of(self, request: Request) -> int:
         """Return how many forced tokens the next step of a request may have as drafts."""
         if self._draft_lengths is None or not request.is_running or request.needs_admission:
@@ -455,8 +469,8 @@ class Scheduler:
         """Blocks that other groups get and give; see ExchangingScheduler."""
         return self._exchange
 
-    def _keys_of(self, req_id: str) -> list[bytes]:
-        return self._search.keys_of(self._queues.unfinished[req_id])
+    def _keys_of(self, req_id: str, num_more: int) -> list[bytes]:
+        return self._search.keys_of(self._queues.unfinished[req_id], num_more)
 
     @property
     def has_host_tier(self) -> bool:
