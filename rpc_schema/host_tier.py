@@ -40,8 +40,8 @@ class HostTierMoves(FramedExtension, frozen=True, tag=2, kw_only=True):
     but one that gives their blocks to a request, or moves them.
     ModelRunnerOutput.arrived_blocks tells when they are there."""
     are_idle: bool = False
-    """The blocks of these loads are of no account to the steps before this one, which may still
-    run, nor are they stored by this one: so the loads wait for none of them."""
+    """The blocks to load are of no account to the steps before this one, which may still run, nor
+    are they stored by this one: so the loads wait for none of them."""
 
 
 class HostTierStatus(Value, frozen=True, kw_only=True):

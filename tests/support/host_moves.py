@@ -188,8 +188,8 @@ class ModelledTier:
             loads.append((block, slot, self.slots[slot][0] if is_known else bytes(HASH_BYTES)))
         num_beside = rng.randint(0, len(loads)) if rng.random() < 0.5 else 0
         split = len(loads) - num_beside
-        are_idle = {block for block, *_ in stores}.isdisjoint(block for block, *_ in loads[split:])
-        are_idle = are_idle and num_beside > 0 and rng.random() < 0.5
+        busy = {block for block, *_ in stores}.union(*(blocks for blocks, *_ in self.beside))
+        are_idle = busy.isdisjoint(block for block, *_ in loads) and rng.random() < 0.5
         if are_idle and self.device.type == "cuda":
             torch.cuda.synchronize()  # else steps in flight might touch the blocks
         loaded = self.step(stores, loads, num_beside, are_idle=are_idle)

@@ -327,6 +327,7 @@ def scheduler_limits(group: WorkerGroup, loaded: LoadedGroup, **changes: object)
         "makes_drafts": loaded_config.speculative.on_device,
         "routed_experts": loaded.metadata.routed_experts,
         "num_host_blocks": loaded.num_host_blocks,
+        "has_device_tier": usual.has_device_tier,
         "has_kv_files": loaded_config.cache.kv_files,
         "num_lookahead_tokens": usual.num_lookahead_tokens,
         "max_stored_ahead": usual.max_stored_ahead,

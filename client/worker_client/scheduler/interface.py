@@ -246,6 +246,8 @@ class SchedulerLimits:
     """Sizes of the experts that requests may ask for; None: they may not."""
     num_host_blocks: int = 0
     """Slots of the ranks' host tier; 0: there is none."""
+    has_device_tier: bool = False
+    """It lies in the devices' memory: steps load from it without taking much longer."""
     has_kv_files: bool = False
     """The ranks keep files of KV blocks."""
     max_stored_ahead: int = 0
@@ -345,6 +347,7 @@ def scheduler_limits(
         max_itl_ms=max_itl_ms,
         routed_experts=model.metadata.routed_experts,
         num_host_blocks=model.num_host_blocks,
+        has_device_tier=config.cache.kv_tier_memory == "device",
         has_kv_files=config.cache.kv_files,
         max_stored_ahead=_stored_ahead(model.num_host_blocks, config.cache.kv_host_memory_bytes),
     )

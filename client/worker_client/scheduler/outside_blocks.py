@@ -132,7 +132,9 @@ class OutsideBlocks:
         for place in self._places if loaded_again else ():
             place.cancel_loads(loaded_again)
         self._loads.update(contents)
-        self._are_idle = self._are_idle and self._idle.have(contents)
+        # Loads beside steps and those that steps wait for are in no order but by steps.
+        if not self._idle.have(contents) or not contents.keys().isdisjoint(self.loading_beside):
+            self._are_idle = False
         left, (*places, last) = contents, self._places
         for place in places:
             held = place.held(left.values())
@@ -196,7 +198,7 @@ class OutsideBlocks:
         self._loads.clear()
         return tuple(
             replace(each, are_idle=True)
-            if are_idle and isinstance(each, HostMoves) and each.num_beside
+            if are_idle and isinstance(each, HostMoves) and each.loaded.block_ids
             else each
             for each in moves
         )

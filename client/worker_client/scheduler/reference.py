@@ -116,7 +116,7 @@ class Scheduler:
         most = min(limits.max_num_seqs, most)
         self._queues = RequestQueues(self._blocks, self._groups, most, urgency)
         self._loads: PrefixLoads | None = None
-        if self._outside.tier is not None:
+        if self._outside.tier is not None and not limits.has_device_tier:
             self._loads = PrefixLoads(self._outside, self._queues, self._blocks, clock)
         self._stores_ahead: StoresAhead | None = None
         if limits.max_stored_ahead and self._outside.tier and self._pool.ranked:

@@ -103,7 +103,7 @@ class HostMoves(BlockMoves):
     """The last so many loads run beside this step and later ones, of which those wait that give
     their blocks to a request. StepResult.arrived_blocks tells when they are there."""
     are_idle: bool = False
-    """No step in flight touches the blocks of these: they are loaded without waiting for any."""
+    """No step in flight touches the loaded blocks: they are loaded without waiting for any."""
 
     def _message(self, hash_bytes: int) -> HostTierMoves:
         return HostTierMoves(

@@ -87,9 +87,10 @@ class Rank:
         stored = {block for moves in output.extensions for block in moves.stored[0]}
         for moves in output.extensions:
             if isinstance(moves, HostMoves) and moves.are_idle:
-                loads = {*moves.loaded.block_ids[-moves.num_beside :]}
-                self.counts["idle"] += 1
-                assert moves.num_beside and not loads & stored
+                loads = {*moves.loaded.block_ids}
+                self.counts["idle"] += len(loads)
+                assert loads and not loads & stored
+                assert not any(loads & {*blocks} for blocks, _ in self.beside)
                 assert not any(loads & touched for _, touched in self.launched)
         invalid = self._move(output.extensions)
         self._await(used)
@@ -332,7 +333,7 @@ def test_requests_begin_with_what_they_need_from_any_mixture_of_places(
                     rank.slots.clear()
         rank.fetched.clear()
     assert not rank.counts["beside"] or least_beside == 1
-    assert rank.counts["idle"] <= rank.counts["beside"]
+    assert rank.counts["idle"] <= rank.counts["tier"]
     assert rank.counts["beside"] or least_beside > 1 or seed > 4 or rank.num_slots < 6, seed
     assert rank.counts["files"] and (rank.counts["tier"] or rank.num_slots < 6), (seed, rank.counts)
 

@@ -21,9 +21,9 @@ STEP_S, LOAD_S = 0.007, 0.024
 class LoadingDevice:
     """Runs two steps at a time, of which the first takes STEP_S, and loads beside them."""
 
-    def __init__(self, load_s=LOAD_S):
+    def __init__(self, load_s=LOAD_S, **fields):
         self.now, self.load_s = 0.0, load_s
-        limits = SchedulerLimits(8, 512, 64, 60, BLOCK, num_host_blocks=400)
+        limits = SchedulerLimits(8, 512, 64, 60, BLOCK, num_host_blocks=400, **fields)
         self.scheduler = Scheduler(limits, clock=lambda: self.now)
         self.in_flight, self.loads = deque(), deque()
         self.waits = 0.0
@@ -88,6 +88,12 @@ def test_a_prompt_is_computed_by_the_first_step_behind_its_load(prompts):
     assert device.waits < STEP_S  # where the request that decodes ends, and another begins
     assert max(others) < first - STEP_S / 2
     assert max(others) <= 2 * STEP_S + LOAD_S + STEP_S + 1e-9
+
+
+def test_a_tier_on_the_device_is_loaded_by_the_step_that_admits(prompts):
+    device = LoadingDevice(has_device_tier=True)
+    times = serve_all(device, prompts)
+    assert not device.loads and max(times) <= 2 * STEP_S + 1e-9
 
 
 def test_loads_that_take_longer_than_before_are_waited_for_once(prompts):

@@ -92,7 +92,7 @@ class Moves(NamedTuple):
     num_beside: int
     """The last so many loads run beside steps."""
     are_idle: bool
-    """These wait for no step."""
+    """Loads wait for no step before."""
 
 
 @dataclass(slots=True, eq=False)
@@ -235,7 +235,8 @@ class HostTier:
         if moves is None:
             return None
         end = moves.load_slots.size - moves.num_beside
-        return self._load(moves, slice(end), step.seq, self._staging.load)
+        load = partial(self._staging.load, waits=not moves.are_idle)
+        return self._load(moves, slice(end), step.seq, load)
 
     def load_beside(self, step: ScheduledStep) -> Loaded | None:
         """See KVConnector."""

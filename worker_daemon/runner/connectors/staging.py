@@ -151,12 +151,16 @@ class BlockStaging:
         arrive: Arrive,
         settle: Settle,
         in_place: InPlace = (),
+        *,
+        waits: bool = True,
     ) -> Loaded:
         """Let blocks [L] arrive before the steps that are launched later, and fill those with NaN
         that do not have their checksum. are_held: bool [L], False for blocks that are not there at
-        all."""
+        all. waits: for the steps that were launched before."""
         lane, buffers = self._order.loads, self._incoming
-        loaded = self._load(lane, buffers, block_ids, are_held, arrive, settle, in_place)
+        loaded = self._load(
+            lane, buffers, block_ids, are_held, arrive, settle, in_place, waits=waits
+        )
         loaded.end.await_in_steps()
         return loaded
 
@@ -171,7 +175,7 @@ class BlockStaging:
         waits: bool = True,
     ) -> Loaded:
         """Let blocks [L] arrive beside steps: as load(), but a step that reads or writes them has
-        to wait for the arrival first. waits: for the steps that were launched before."""
+        to wait for the arrival first."""
         lane, buffers = self._order.loads_beside, self._incoming_beside
         return self._load(lane, buffers, block_ids, are_held, arrive, settle, in_place, waits=waits)
 
