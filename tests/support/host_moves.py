@@ -114,6 +114,10 @@ class ModelledTier:
         self.tier = HostTier(blocks, self.rows, self.state, self.weights, parts, kept, memory)
         self.connectors = KVConnectors([self.tier])
         self.seq = 0
+        gaps = self.state.draft_gaps.of_blocks
+        gaps[:] = [rng.random() < 0.5 for _ in gaps]
+        self.gaps, self.slot_gaps = gaps.tolist(), [True] * NUM_SLOTS
+        """Which blocks and slots may lack tokens of a draft model."""
         self.blocks = {b: self._content() for b in range(1, NUM_BLOCKS)}
         """Contents of each block: bytes of its pages and of its further page; None: NaN."""
         self.slots: dict[int, tuple[bytes, object]] = {}
@@ -195,10 +199,12 @@ class ModelledTier:
         loaded = self.step(stores, loads, num_beside, are_idle=are_idle)
         for block, slot, name in stores:
             self.slots[slot] = (name, self.blocks[block])
+            self.slot_gaps[slot] = self.gaps[block]
         invalid = set()
         for block, slot, name in loads:
             content = self.slots[slot][1] if self.slots[slot][0] == name else None
             self.blocks[block] = content
+            self.gaps[block] = self.slot_gaps[slot]
             if content is None:
                 invalid.add(block)
         before, beside = ([block for block, _, _ in own] for own in (loads[:split], loads[split:]))
@@ -218,6 +224,7 @@ class ModelledTier:
 
     def check(self):
         """Compare every block."""
+        assert self.state.draft_gaps.of_blocks.tolist() == self.gaps
         self._give(sorted(self.blocks))
         for block, content in self.blocks.items():
             pages, further = self.pages[:, block].cpu(), self.further[block].cpu()

@@ -233,7 +233,7 @@ class _Prompt:
     names: list[bytes]
     """Contents that its request lacks."""
     sampling: SamplingParams | None
-    """How the first token of its request is sampled there; None: it is sampled here."""
+    """Options by which the first token is sampled there; None: it is sampled here."""
     deadline: float
     waiting: dict[str, float] = field(default_factory=dict)
     """Requests that are held for it, and since when."""

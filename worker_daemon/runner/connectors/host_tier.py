@@ -227,6 +227,7 @@ class HostTier:
         self._staging.store(moves.store_blocks, leave)
         contents = self._state.host_contents
         contents.store(tag, moves.store_slots, moves.store_hashes, step.seq)
+        self._state.draft_gaps.store(moves.store_blocks, moves.store_slots)
         self.counts.num_stored += moves.store_slots.size
 
     def load(self, step: ScheduledStep) -> Loaded | None:
@@ -262,6 +263,7 @@ class HostTier:
         blocks, slots = moves.load_blocks[part][order], moves.load_slots[part][order]
         hashes = moves.load_hashes[part][order]
         self._state.contents.write(blocks, seq)
+        self._state.draft_gaps.load(blocks, slots)
         tag = versioned_tag(moves.tag, self._weights.version)
         are_held = self._state.host_contents.hold(tag, slots, hashes)
         ways = self._arriving(slots), partial(self._settle, hashes), self._in_place(slots)
@@ -294,6 +296,7 @@ class HostTier:
         """Note what has come from other groups before the step of this seq."""
         while self.arrivals:
             tag, version, slots, hashes = self.arrivals.popleft()
+            self._state.draft_gaps.receive(slots)
             if version == self._weights.version:
                 tag = versioned_tag(tag, version)
                 # As of the step before: the failure of this one is none of theirs.
