@@ -354,7 +354,7 @@ class Scheduler:
         if result.arrived_blocks:
             self._outside.have_arrived(result.arrived_blocks)
         if self._loads is not None:
-            self._loads.note_result()
+            self._loads.note_result(result.arrived_s_ago)
         if result.weights_version != self._weights.version:
             self._weights.set_version(result.weights_version, self._queues.unfinished.values())
         done += self._results.take(result)
