@@ -211,7 +211,7 @@ class CudaLoadLane(LoadLane):
         self._steps_end = _event()
         """The steps that were launched before the last load."""
         self._began = self._ended = _timing_event()
-        """Of the last load."""
+        """Around the copies of the last load."""
         self._launched: float | None = None
         """The moment at which the last load began, if it did so when it was launched."""
         self._is_held_back = False

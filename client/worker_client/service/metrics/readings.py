@@ -185,13 +185,17 @@ class ServiceReadings:
 def _prefill(counts: PrefillCounts | None) -> dict[ExportedMetric, list[Reading]]:
     if counts is None:
         absent = (table.PREFILL_LINKED, table.PREFILL_PROMPTS, table.PREFILL_BLOCKS)
-        more = (table.PREFILL_EARLY, table.PREFILL_HELD, table.PREFILL_LINKS)
+        more = (
+            *(table.PREFILL_EARLY, table.PREFILL_FIRST),
+            *(table.PREFILL_HELD, table.PREFILL_LINKS),
+        )
         return {metric: [] for metric in (*absent, *more)}
     return {
         table.PREFILL_LINKED: _one(counts.is_linked),
         table.PREFILL_PROMPTS: [((end,), count) for end, count in counts.prompts.items()],
         table.PREFILL_BLOCKS: _one(counts.num_blocks),
         table.PREFILL_EARLY: _one(counts.num_early_blocks),
+        table.PREFILL_FIRST: _one(counts.num_first_tokens),
         table.PREFILL_HELD: _one(counts.held),
         table.PREFILL_LINKS: _one(counts.num_lost_links),
     }

@@ -114,7 +114,7 @@ PREFILL_PROMPTS: Final = _ours(
     _COUNTER,
     "Prompts that requests have waited for, by how that ended: their blocks have come (moved); the "
     "other group had none (lacking); the link or the move has failed (failed); --prefill-timeout "
-    "(late); their clients have left before (left). This group computes what has not come.",
+    "(late); their requests have ended before (left). This group computes what has not come.",
     "end",
 )
 PREFILL_BLOCKS: Final = _ours(
@@ -124,6 +124,11 @@ PREFILL_EARLY: Final = _ours(
     "prefill_early_blocks_total",
     _COUNTER,
     "Those of them that have come while their prompts were still computed.",
+)
+PREFILL_FIRST: Final = _ours(
+    "prefill_first_tokens_total",
+    _COUNTER,
+    "First tokens of requests that the other group has sampled.",
 )
 PREFILL_HELD: Final = _ours(
     "prefill_held_seconds", _HISTOGRAM, "Time for which requests have waited for their prompts."
@@ -146,7 +151,7 @@ SERVICE_METRICS: Final = (
         DRAFTING_CHANGES,
     ),
     *(PREEMPTIONS, KV_USAGE, IN_FLIGHT, FAILED_STEPS, RECOVERIES, RANK_STATE),
-    *(PREFILL_LINKED, PREFILL_PROMPTS, PREFILL_BLOCKS, PREFILL_EARLY, PREFILL_HELD),
+    *(PREFILL_LINKED, PREFILL_PROMPTS, PREFILL_BLOCKS, PREFILL_EARLY, PREFILL_FIRST, PREFILL_HELD),
     PREFILL_LINKS,
 )
 
