@@ -99,19 +99,19 @@ class Schedule(NamedTuple):
 
 
 def schedule_decodes(batch: AttentionMetadata, cutting: Cutting, pdl: bool) -> Schedule:
-    """Return the items of the sequences of a step that have 1 .. most_queries query tokens; an
-    item's piece counts in equal parts of its sequence's keys.
+    """Return the items of the sequences of a step that have 1 .. most_queries query tokens, but not
+    -1 keys; an item's piece counts in equal parts of its sequence's keys.
 
-    Made once for all layers of a step with this cutting (AttentionMetadata.schedules). The kernels
+    Made once for all layers of a step with this cutting (AttentionMetadata.divisions). The kernels
     of these may read it before they wait for the previous ones: it never lets the next kernel start
     early (see launch.py).
     """
     num_items = batch.num_seqs + cutting.extra
-    entries = batch.schedules.get(cutting)
-    if entries is None:
+    entries = batch.divisions.get(cutting)
+    if not isinstance(entries, torch.Tensor):
         shape = (num_items + 1, _ITEM.value + cutting.num_kv_heads)
         entries = torch.empty(shape, dtype=torch.int32, device=batch.seq_lens.device)
-        batch.schedules[cutting] = entries
+        batch.divisions[cutting] = entries
         _schedule_kernel[(triton.cdiv(shape[0], _ITEMS),)](
             entries,
             batch.query_start_loc,
@@ -195,6 +195,8 @@ def _schedule_kernel(
     num_queries = tl.load(query_start_loc + seq + 1, mask=is_seq, other=0) - token
     has_queries = (num_queries > 0) & (num_queries <= most_queries)
     keys = tl.minimum(tl.load(seq_lens + seq, mask=has_queries, other=0), most_keys).to(tl.int32)
+    has_queries &= keys >= 0
+    keys = tl.maximum(keys, 0)
     piece = _choose_piece(keys, has_queries, slots, extra, min_even, min_piece, MOST_SPLITS)
     pieces = tl.where(has_queries, tl.maximum(tl.cdiv(keys, piece), 1), 0)
     ends = tl.cumsum(pieces, 0)
