@@ -23,6 +23,8 @@ from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options
 from worker_daemon.kernels.tiles import (
     MAX_SPLITS,
+    MIN_BLOCK_PIECE_KEYS,
+    MIN_DOT_ROWS,
     MIN_KEYS_PER_SPLIT,
     DeviceLimits,
     Tile,
@@ -30,7 +32,7 @@ from worker_daemon.kernels.tiles import (
     next_power_of_two,
 )
 
-_ITEM = tl.constexpr(8)
+_ITEM = tl.constexpr(9)
 """int32 of an item, before its counters."""
 
 _ITEMS = 16
@@ -79,7 +81,8 @@ class Cutting(NamedTuple):
         )
         extra = max(slots, most)
         most_keys = _ALL_KEYS if window is None else window + queries - 1
-        min_even = max(tile.block_n, MIN_KEYS_PER_SPLIT)
+        least = MIN_KEYS_PER_SPLIT if tile.block_m <= MIN_DOT_ROWS else MIN_BLOCK_PIECE_KEYS
+        min_even = max(tile.block_n, least)
         return cls(num_kv_heads, slots, extra, min_even, min_piece, queries, most_keys)
 
 
@@ -87,11 +90,12 @@ class Schedule(NamedTuple):
     """A step's items, on the device."""
 
     entries: torch.Tensor
-    """int32 [num_items + 1, 8 + Hkv], a row for each item: the first token of its sequence, the
+    """int32 [num_items + 1, 9 + Hkv], a row for each item: the first token of its sequence, the
     next sequence's, the row of the block table, the keys; its piece, the pieces of the sequence,
     the first partial result of these; and its place among the rows without work, which come last,
-    below 0 for others. Then the counters of the sequence's pieces that are done, one for each KV
-    head, in the row of its first piece: 0 between launches. The last row never has work."""
+    below 0 for others. In row p, the item whose first partial result is p, or -1. Then the counters
+    of the sequence's pieces that are done, one for each KV head, in the row of its first piece: 0
+    between launches. The last row never has work."""
     num_items: int
     """Items, at most: the grid of a launch."""
     num_partial: int
@@ -210,6 +214,8 @@ def _schedule_kernel(
     first = tl.max(tl.where(is_before, ends[None, :], 0), 1)
     partial = tl.max(tl.where(is_before, partial_ends[None, :], 0), 1)
     is_own = row[None, :] == own_row[:, None]
+    starts_there = (pieces > 1)[None, :] & ((partial_ends - pieces)[None, :] == item[:, None])
+    starting = tl.max(tl.where(starts_there, (ends - pieces)[None, :], -1), 1)
     own_pieces = tl.sum(tl.where(is_own, pieces[None, :], 0), 1)
     own_seq = tl.load(seq_order + own_row, mask=is_item, other=num_seqs)
     own_token = tl.load(query_start_loc + own_seq)
@@ -230,6 +236,7 @@ def _schedule_kernel(
     tl.store(place + 5, tl.where(is_item, own_pieces, 1), mask=is_row)
     tl.store(place + 6, partial, mask=is_row)
     tl.store(place + 7, item - count, mask=is_row)
+    tl.store(place + 8, starting, mask=is_row)
     for kv_head in range(num_kv_heads):
         tl.store(place + _ITEM + kv_head, item * 0, mask=is_row)
 
@@ -246,6 +253,12 @@ def load_item(entries, item, num_items, NUM_KV_HEADS: tl.constexpr):
     piece, pieces, partial = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6)
     idle = tl.load(entry + 7) + (item - row)
     return token, next_token, table_row, num_keys, piece, pieces, partial, idle
+
+
+@triton.jit
+def find_cut(entries, partial, NUM_KV_HEADS: tl.constexpr):
+    """Return the item whose sequence's first partial result is `partial`, or -1."""
+    return tl.load(entries + partial * (_ITEM + NUM_KV_HEADS) + 8)
 
 
 @triton.jit

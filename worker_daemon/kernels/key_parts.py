@@ -108,8 +108,8 @@ def store_result(
     """Write the rows [BLOCK_M, BLOCK_D] of a running softmax: to out, which points at each row, and
     to lse + place; or those of a split, with their log-sum-exps, to the partial results. piece_row:
     their rows there if they are a schedule's first piece of a sequence, PIECE_ROWS before those of
-    the second. SPLIT: each sequence has several parts, or none has; None: as its
-    schedule says."""
+    the second. SPLIT: each sequence has several parts, or none has; None: as its schedule
+    says."""
     if SPLIT is None:
         is_part, partial_row = num_splits > 1, piece_row + split * PIECE_ROWS
     else:
@@ -138,32 +138,29 @@ def merge_if_last(
     lse,
     partial_out,
     partial_lse,
-    next_token,
-    num_queries,
+    token,
     kv_head,
     out_token_stride,
     out_head_stride,
     NUM_Q_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     MERGED_ROWS: tl.constexpr,
     MERGED: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Merge a KV head's pieces of a sequence, from first_item on, if this program is the last of
-    them to store its own. Its queries end before next_token."""
+    """Merge a KV head's pieces of a sequence with one query, from first_item on, if this program is
+    the last of them to store its own: MERGED at a time. MERGED_ROWS: GROUP, padded to a power of
+    two."""
     if pieces > 1:
         is_last = is_last_piece(schedule, first_item, kv_head, pieces, NUM_Q_HEADS // GROUP)
         if is_last:
             row = tl.arange(0, MERGED_ROWS)
             head = kv_head * GROUP + row
-            token = (next_token - num_queries).to(tl.int64)
-            for query in range(num_queries):
-                place = (token + query) * NUM_Q_HEADS + head
-                merge_pieces(
-                    out + (token + query) * out_token_stride + head * out_head_stride, lse, place,
-                    partial_out, partial_lse,
-                    (first_partial * QUERIES + query) * NUM_Q_HEADS + head, pieces, row < GROUP,
-                    QUERIES * NUM_Q_HEADS, HEAD_DIM, MERGED_ROWS, MERGED, BLOCK_D,
-                )  # fmt: skip
+            token = token.to(tl.int64)
+            merge_pieces(
+                out + token * out_token_stride + head * out_head_stride, lse,
+                token * NUM_Q_HEADS + head, partial_out, partial_lse,
+                first_partial * NUM_Q_HEADS + head, pieces, row < GROUP,
+                NUM_Q_HEADS, HEAD_DIM, MERGED_ROWS, MERGED, BLOCK_D,
+            )  # fmt: skip

@@ -22,7 +22,7 @@ from worker_daemon.contracts.attention import AttentionMetadata, AttentionSinks,
 from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.contracts.layer_ops import HeadNorms
-from worker_daemon.kernels.attention_merge import launch_merge_splits
+from worker_daemon.kernels.attention_merge import launch_merge_items, launch_merge_splits
 from worker_daemon.kernels.attention_tiles import (
     NO_SCORE,
     STEP_SIZES,
@@ -359,6 +359,8 @@ def launch_decode(
     )
     if num_splits > 1:
         launch_merge_splits(out, lse, partial_out, partial_lse, batch, queries, num_splits, pdl)
+    elif schedule is not None and queries > 1:
+        launch_merge_items(out, lse, partial_out, partial_lse, schedule, queries, num_kv_heads, pdl)
 
 
 @triton.jit
@@ -691,8 +693,8 @@ def _decode_kernel(
     has num_splits programs, of which SPLIT says if they are several. CLEARS: the rows of padding
     are set to 0.
 
-    The last program of a sequence that the schedule has cut merges its pieces (the fix-up of
-    Stream-K), MERGED at a time. MERGED_ROWS: GROUP, padded to a power of two.
+    The last program of a sequence with one query that the schedule has cut merges its pieces (the
+    fix-up of Stream-K). MERGED_ROWS, MERGED: see merge_if_last.
     """
     start_next(PDL)
     # Heads vary fastest: those of one sequence run together and share its blocks' pages.
@@ -782,10 +784,9 @@ def _decode_kernel(
         (first_partial * QUERIES + query) * NUM_Q_HEADS + head, split, num_splits,
         inside, is_row, HEAD_DIM, SPLIT, QUERIES * NUM_Q_HEADS,
     )  # fmt: skip
-    if schedule is not None:
+    if schedule is not None and QUERIES == 1:
         merge_if_last(
             schedule, tl.program_id(1) - split, num_splits, first_partial, out, lse,
-            partial_out, partial_lse, next_token, num_queries, kv_head,
-            out_token_stride, out_head_stride,
-            NUM_Q_HEADS, GROUP, QUERIES, HEAD_DIM, MERGED_ROWS, MERGED, BLOCK_D,
+            partial_out, partial_lse, next_token - 1, kv_head, out_token_stride, out_head_stride,
+            NUM_Q_HEADS, GROUP, HEAD_DIM, MERGED_ROWS, MERGED, BLOCK_D,
         )  # fmt: skip

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from worker_daemon.contracts.attention import AttentionMetadata
+from worker_daemon.kernels.attention_merge import launch_merge_items
 from worker_daemon.kernels.attention_tiles import (
     STEP_SIZES,
     STEP_TENSORS,
@@ -29,7 +30,6 @@ from worker_daemon.kernels.fp8_tiles import narrow
 from worker_daemon.kernels.key_parts import (
     clear_padding,
     keys_of_split,
-    merge_if_last,
     store_result,
 )
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
@@ -47,7 +47,6 @@ from worker_daemon.kernels.tiles import (
     Tile,
     block_slots,
     block_tile,
-    next_power_of_two,
     padded_head_dim,
     prefill_tile,
 )
@@ -57,9 +56,6 @@ _ALL_KEYS: Final = 2**30
 _UNEVEN: Final = 3
 """The longest block's time over a slot's share from which blocks are cut: the kernel for few tokens
 is slower by a tenth."""
-
-_MERGED_ELEMENTS_PER_THREAD: Final = 64
-"""Elements of partial results that a thread loads at a time."""
 
 
 class BlockPlan(NamedTuple):
@@ -152,7 +148,6 @@ def launch_prefill(
     num_kv_heads = kv_cache.shape[3]
     tile, queries, fewest_queries, cutting = plan
     group_size, block_d = num_q_heads // num_kv_heads, padded_head_dim(head_dim)
-    merged_rows = next_power_of_two(group_size)
     if cutting is None:
         schedule, partial_out, partial_lse = None, out, out
         num_programs = num_query_blocks(num_tokens, batch.num_seqs, queries)
@@ -198,8 +193,6 @@ def launch_prefill(
         HAS_WINDOW=scoring.window is not None,
         SOFTCAP=scoring.softcap,
         NUM_Q_HEADS=num_q_heads,
-        MERGED_ROWS=merged_rows,
-        MERGED=max(1, 32 * tile.num_warps * _MERGED_ELEMENTS_PER_THREAD // (merged_rows * block_d)),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_D=block_d,
@@ -209,6 +202,8 @@ def launch_prefill(
         num_stages=tile.num_stages,
         **launch_options(pdl),
     )
+    if schedule is not None:
+        launch_merge_items(out, lse, partial_out, partial_lse, schedule, queries, num_kv_heads, pdl)
 
 
 @triton.jit
@@ -297,16 +292,13 @@ def _prefill_kernel(
     HAS_WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     NUM_Q_HEADS: tl.constexpr,
-    MERGED_ROWS: tl.constexpr,
-    MERGED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """schedule: Schedule.entries, which cut the keys of blocks into parts, or None: a program has
-    all. The last program of a block merges its parts, MERGED at a time. MERGED_ROWS: GROUP, padded
-    to a power of two."""
+    all."""
     start_next(PDL)
     await_previous(PDL)
     kv_head = tl.program_id(1)
@@ -377,10 +369,3 @@ def _prefill_kernel(
         (first_partial * BLOCK_Q + query) * NUM_Q_HEADS + head, part, num_parts,
         inside, is_row, HEAD_DIM, None if schedule is not None else False, BLOCK_Q * NUM_Q_HEADS,
     )  # fmt: skip
-    if schedule is not None:
-        merge_if_last(
-            schedule, tl.program_id(0) - part, num_parts, first_partial, out, lse,
-            partial_out, partial_lse, token + num_queries, num_queries, kv_head,
-            out_token_stride, out_head_stride,
-            NUM_Q_HEADS, GROUP, BLOCK_Q, HEAD_DIM, MERGED_ROWS, MERGED, BLOCK_D,
-        )  # fmt: skip

@@ -49,7 +49,8 @@ def items_of(lengths: list[tuple[int, int]], cutting: Cutting) -> tuple[list[Ite
     rows = schedule.entries.tolist()
     assert len(rows) == schedule.num_items + 1
     items = list[Item]()
-    for place, (token, next_token, row, keys, piece, pieces, partial, idle, *done) in enumerate(
+    starting = {place: row[8] for place, row in enumerate(rows) if row[8] >= 0}
+    for place, (token, next_token, row, keys, piece, pieces, partial, idle, _, *done) in enumerate(
         rows
     ):
         assert done == [0] * cutting.num_kv_heads
@@ -63,6 +64,8 @@ def items_of(lengths: list[tuple[int, int]], cutting: Cutting) -> tuple[list[Ite
             assert (token, next_token, keys, pieces) == (starts[-1], starts[-1], 0, 1)
             assert idle == place - len(items)
     assert len(items) <= schedule.num_items
+    cut = {i.first_partial: n for n, i in enumerate(items) if i.piece == 0 and i.pieces > 1}
+    assert starting == cut
     return items, batch
 
 
