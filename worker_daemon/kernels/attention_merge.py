@@ -30,6 +30,10 @@ _MOST_WARPS = 4
 _ROWS_AT_ONCE, _ELEMENTS_PER_THREAD = 8, 64
 """Of several queries: rows of a program, and elements that a thread loads at a time."""
 
+_PARTIALS_PER_PROGRAM = 4
+"""Partial results that a program looks at: few are a sequence's first, and programs that find none
+cost their start."""
+
 
 def merge_parts(
     outs: torch.Tensor, lses: torch.Tensor, *, pdl: bool = False
@@ -93,16 +97,19 @@ def launch_merge_items(
     rows = next_power_of_two(group_size)
     at_once = max(1, min(next_power_of_two(queries), _ROWS_AT_ONCE // rows))
     elements = _MOST_WARPS * 32 * _ELEMENTS_PER_THREAD
-    _merge_items_kernel[(schedule.num_partial, num_kv_heads, triton.cdiv(queries, at_once))](
+    num_programs = triton.cdiv(schedule.num_partial, _PARTIALS_PER_PROGRAM)
+    _merge_items_kernel[(num_programs, num_kv_heads, triton.cdiv(queries, at_once))](
         out,
         lse,
         partial_out,
         partial_lse,
         schedule.entries,
         schedule.num_items,
+        schedule.num_partial,
         *out.stride()[:2],
         NUM_Q_HEADS=num_q_heads,
         GROUP=group_size,
+        PARTIALS=_PARTIALS_PER_PROGRAM,
         QUERIES=queries,
         HEAD_DIM=head_dim,
         ROWS=rows,
@@ -271,7 +278,10 @@ def merge_pieces(
 
 
 @launched
-@triton.jit(do_not_specialize=["num_items"], do_not_specialize_on_alignment=["lse", "partial_lse"])
+@triton.jit(
+    do_not_specialize=["num_items", "num_partial"],
+    do_not_specialize_on_alignment=["lse", "partial_lse"],
+)
 def _merge_items_kernel(
     out,
     lse,
@@ -279,10 +289,12 @@ def _merge_items_kernel(
     partial_lse,
     schedule,
     num_items,
+    num_partial,
     out_token_stride,
     out_head_stride,
     NUM_Q_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    PARTIALS: tl.constexpr,
     QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -291,25 +303,26 @@ def _merge_items_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has AT_ONCE queries and a KV head of the sequence whose pieces begin at its partial
-    result, if one does. ROWS: GROUP, padded to a power of two."""
+    """A program has AT_ONCE queries and a KV head of the sequences whose pieces begin at PARTIALS
+    partial results. ROWS: GROUP, padded to a power of two."""
     start_next(PDL)
-    item = find_cut(schedule, tl.program_id(0), NUM_Q_HEADS // GROUP)
     await_previous(PDL)
-    if item < 0:
-        return
-    token, next_token, _, _, _, num_pieces, first_partial, _ = load_item(
-        schedule, item, num_items, NUM_Q_HEADS // GROUP
-    )
+    first = tl.program_id(0) * PARTIALS
     row = tl.arange(0, ROWS * AT_ONCE)
     query = tl.program_id(2) * AT_ONCE + row // ROWS
     head = tl.program_id(1) * GROUP + row % ROWS
-    if tl.program_id(2) * AT_ONCE >= next_token - token:
-        return
-    tokens = (token + query).to(tl.int64)
-    merge_pieces(
-        out + tokens * out_token_stride + head * out_head_stride, lse, tokens * NUM_Q_HEADS + head,
-        partial_out, partial_lse, (first_partial * QUERIES + query) * NUM_Q_HEADS + head,
-        num_pieces, (row % ROWS < GROUP) & (token + query < next_token),
-        QUERIES * NUM_Q_HEADS, HEAD_DIM, ROWS * AT_ONCE, CHUNK, BLOCK_D,
-    )  # fmt: skip
+    for partial in range(first, tl.minimum(first + PARTIALS, num_partial)):
+        item = find_cut(schedule, partial, NUM_Q_HEADS // GROUP)
+        if item >= 0:
+            token, next_token, _, _, _, num_pieces, _, _ = load_item(
+                schedule, item, num_items, NUM_Q_HEADS // GROUP
+            )
+            tokens = (token + query).to(tl.int64)
+            if tl.program_id(2) * AT_ONCE < next_token - token:
+                merge_pieces(
+                    out + tokens * out_token_stride + head * out_head_stride,
+                    lse, tokens * NUM_Q_HEADS + head, partial_out, partial_lse,
+                    (partial * QUERIES + query) * NUM_Q_HEADS + head, num_pieces,
+                    (row % ROWS < GROUP) & (token + query < next_token),
+                    QUERIES * NUM_Q_HEADS, HEAD_DIM, ROWS * AT_ONCE, CHUNK, BLOCK_D,
+                )  # fmt: skip

@@ -157,10 +157,10 @@ def merge_if_last(
         if is_last:
             row = tl.arange(0, MERGED_ROWS)
             head = kv_head * GROUP + row
-            token = token.to(tl.int64)
+            wide = token.to(tl.int64)
             merge_pieces(
-                out + token * out_token_stride + head * out_head_stride, lse,
-                token * NUM_Q_HEADS + head, partial_out, partial_lse,
+                out + wide * out_token_stride + head * out_head_stride, lse,
+                wide * NUM_Q_HEADS + head, partial_out, partial_lse,
                 first_partial * NUM_Q_HEADS + head, pieces, row < GROUP,
                 NUM_Q_HEADS, HEAD_DIM, MERGED_ROWS, MERGED, BLOCK_D,
             )  # fmt: skip

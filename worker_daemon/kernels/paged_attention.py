@@ -36,9 +36,6 @@ from worker_daemon.kernels.tiles import (
     split_tile,
 )
 
-_FEW_QUERIES = 256
-"""Query tokens for which a decode's tiles may have rows, whatever the number that there are."""
-
 
 class TritonAttention:
     """AttentionBackend on one CUDA device, one object for all layers. Owns no device memory; step
@@ -131,8 +128,7 @@ def is_decode(
     most = MAX_DECODE_ROWS if tile is None else min(tile.block_m, MAX_DECODE_ROWS)
     if not 1 < most_queries <= MAX_DECODE_QUERIES:
         return most_queries == 1
-    are_filled = most_queries * batch.num_seqs <= max(2 * q.shape[0], _FEW_QUERIES)
-    return rows <= most and are_filled
+    return rows <= most and most_queries * batch.num_seqs <= 2 * q.shape[0]
 
 
 def paged_attention(
