@@ -28,7 +28,7 @@ _ELEMENTS_PER_WARP = 1024
 _MOST_WARPS = 4
 
 _ROWS_AT_ONCE, _ELEMENTS_PER_THREAD = 8, 64
-"""Of several queries: rows of a program, and elements that a thread loads at a time."""
+"""Rows of a program that merges several queries, and elements that a thread loads at a time."""
 
 _PARTIALS_PER_PROGRAM = 4
 """Partial results that a program looks at: few are a sequence's first, and programs that find none
