@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeVar
 
 from rpc_schema.errors import DrainingError, WorkerDaemonError
 from worker_client.driver_parts.context import DriverContext, StepQueue
-from worker_client.driver_parts.interface import StepInFlight
+from worker_client.driver_parts.interface import DriverPart, StepInFlight
 from worker_client.driver_parts.live_requests import LiveRequests
 from worker_client.driver_parts.registry import DriverOptions, make_driver_parts
 from worker_client.errors import (
@@ -97,10 +97,13 @@ class Driver:
         """The error with which the group refused the unsent step, or a failure that is given up;
         raised once no step is in flight, and no request that has finished is left to return."""
         self._in_a_row = _InARow()
-        self.while_in_flight: Callable[[], None] | None = None
-        """Called after steps were sent, before the result of the oldest is waited for."""
         self.is_paused = False
         """True after pause(), until resume()."""
+
+    def add_part(self, part: DriverPart) -> None:
+        """Ask one more feature from now on, behind the others."""
+        self._parts = self._parts.with_part(part)
+        self._requests.serve_with(self._parts)
 
     def add_request(self, request: GenerationRequest) -> None:
         """Queue a request, with a random seed if it needs one and has none; with n > 1 its samples
@@ -207,8 +210,6 @@ class Driver:
                 has_worked = work_in_flight() or has_worked
             if has_worked:
                 self._fill()
-            if self.while_in_flight is not None and self._steps.in_flight:
-                self.while_in_flight()
         except (DrainingError, WeightsNotWhole):
             if not self._steps.in_flight:
                 raise

@@ -64,6 +64,11 @@ class ReplicaPlacement:
         placed = self._placed.get(name)
         return None if placed is None else placed.replica
 
+    def replicas_of(self, names: Iterable[str]) -> list[int | None]:
+        """Return replica_of each of these."""
+        placed = map(self._placed.get, names)
+        return [None if each is None else each.replica for each in placed]
+
     def remove(self, name: str) -> None:
         """Note that a request has ended. Unknown ones are ignored."""
         placed = self._placed.pop(name, None)

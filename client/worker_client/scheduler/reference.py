@@ -465,10 +465,8 @@ class Scheduler:
         return self._outside.restore_tier(slots)
 
     def forget_host_tier(self) -> None:
-        """Drop what is in host memory; see TieredScheduler. A rank that has lost it has lost its KV
-        cache, too: nothing of that may be stored as what it was."""
+        """Drop what is in host memory; see TieredScheduler."""
         self._outside.forget_tier()
-        self.forget_prefixes()
 
     @property
     def has_kv_files(self) -> bool:
