@@ -6,18 +6,33 @@ thread.
             ...
 
 `open_drivers` has one function for each replica, as AsyncDriver takes it. A long prompt, a failure,
-or the replacement of a daemon in one replica delays no request of another.
+or the replacement of a daemon in one replica delays no request of another. The requests of a
+replica that has lost a rank, or whose driver has ended, go on in the others.
 """
 
+import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
+from functools import partial
+from typing import Final
 
-from worker_client.async_driver import MAX_REQUESTS, AsyncDriver, OpenDriver, RequestProgress
-from worker_client.errors import config_error
-from worker_client.inputs.request_checks import validated
+from worker_client.async_driver import (
+    MAX_REQUESTS,
+    AsyncDriver,
+    OpenDriver,
+    RequestGivenUp,
+    RequestProgress,
+    prepared,
+)
+from worker_client.errors import ReplacementFailed, config_error
 from worker_client.replicas.placement import ReplicaPlacement
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, RequestOutput
+
+MAX_LOSSES: Final = 3
+"""Losses in a row, without a new token between them, after which a request fails: it may be what
+kills the daemons."""
 
 
 class DataParallelDriver:
@@ -30,9 +45,14 @@ class DataParallelDriver:
         if not open_drivers:
             raise config_error("open_drivers", [], "there is no replica", "give one function each")
         self.drivers = tuple(
-            AsyncDriver(open_driver, max_requests=max_requests) for open_driver in open_drivers
+            AsyncDriver(
+                open_driver, max_requests=max_requests, on_change=partial(self._note_change, place)
+            )
+            for place, open_driver in enumerate(open_drivers)
         )
         """In the order of the replicas."""
+        self._change = asyncio.Event()
+        """Set once a replica was lost, has come back, or has ended."""
         self._placement = ReplicaPlacement(len(self.drivers))
         self._names = map(str, itertools.count())
         """Names of requests in the placement: ids may be equal."""
@@ -51,15 +71,52 @@ class DataParallelDriver:
         await self._opened.aclose()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
-        """Serve a request on the replica that has the least to compute (placement.py), as
-        AsyncDriver.generate does. A replica whose driver has ended gets no more requests; its error
-        is raised once no replica is left."""
-        serving = [place for place, driver in enumerate(self.drivers) if driver.error is None]
-        name, request = next(self._names), validated(request)
-        chosen = self._placement.place(name, request, serving or range(len(self.drivers)))
-        try:
-            async with aclosing(self.drivers[chosen].generate(request)) as progress:
-                async for each in progress:
-                    yield each
-        finally:
-            self._placement.remove(name)
+        """Serve a request as AsyncDriver.generate does, on the replica that has the least to
+        compute (placement.py). If that loses a rank or its driver ends, another one computes prompt
+        and known tokens again, and goes on with the same tokens. The request waits if no replica
+        has all its ranks.
+
+        Raises:
+            ReplacementFailed: no replica is left, or has got its successors in time.
+            WorkerDaemonError: the error of the last of MAX_LOSSES losses in a row without a token
+                between them, or that of a replica if the drivers of all have ended.
+        """
+        name, num_losses = next(self._names), 0
+        request = replace(await prepared(request), id=request.id)  # one seed for all replicas
+        left: Mapping[str, RequestOutput | None] | None = None
+        while True:
+            chosen = self._placement.place(name, request, await self._whole_replicas())
+            try:
+                async with aclosing(self.drivers[chosen].generate(request, left)) as progress:
+                    async for each in progress:
+                        num_losses = 0 if each.token_ids else num_losses
+                        yield each
+                return
+            except RequestGivenUp as given_up:
+                left, num_losses = given_up.left, num_losses + 1
+                if num_losses == MAX_LOSSES:
+                    raise given_up.reason from None
+            finally:
+                self._placement.remove(name)
+
+    async def _whole_replicas(self) -> list[int]:
+        """Return the replicas that serve; wait while there is none. Raises the error of one if none
+        is expected to."""
+        while True:
+            errors = [driver.error or driver.loss for driver in self.drivers]
+            whole = [place for place, error in enumerate(errors) if error is None]
+            if whole:
+                return whole
+            living = [driver.loss for driver in self.drivers if driver.error is None]
+            failed = [loss for loss in living if isinstance(loss, ReplacementFailed)]
+            if len(failed) == len(living):
+                raise next(filter(None, [*failed, *errors]))
+            self._change.clear()
+            await self._change.wait()
+
+    def _note_change(self, place: int) -> None:
+        """Note that a replica was lost, has come back, or has ended. A lost KV cache has no
+        prefixes."""
+        if self.drivers[place].loss is not None:
+            self._placement.forget_prefixes(place)
+        self._change.set()

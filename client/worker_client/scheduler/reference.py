@@ -235,6 +235,13 @@ class Scheduler:
             request.known_experts,
         )
 
+    def output_so_far(self, req_id: str) -> RequestOutput | None:
+        """Return the output of an unfinished request; see ContinuingScheduler."""
+        request = self._queues.unfinished.get(req_id)
+        if request is None or not request.has_output:
+            return None
+        return request.output("abort", self._weights.version)
+
     def has_unfinished_requests(self) -> bool:
         """Return True while a request has not finished."""
         return bool(self._queues.unfinished or self._overdue)
