@@ -463,10 +463,11 @@ class _DriverLoop:
     @contextlib.contextmanager
     def _giving_up(self, driver: Driver, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
         """Give all requests up whenever a daemon has died, and if the driver ends with an error."""
-        on_loss, recover = self._on_loss, driver.recover
+        on_loss = self._on_loss
         if on_loss is None:
             yield
             return
+        recover = driver.recover
 
         def give_up(loss: Exception) -> None:
             loop.call_soon_threadsafe(on_loss, loss)
