@@ -181,6 +181,10 @@ class AsyncDriver:
         self._loop.call(work, future)
         return await future
 
+    async def call_all(self, work: Callable[[Driver], T]) -> list[T]:
+        """Call a function with each driver, as DataParallelDriver.call_all does: there is one."""
+        return [await self.call(work)]
+
     async def pause(self) -> None:
         """Hold all requests, with their KV, until resume(): see Driver.pause. Returns once no step
         is in flight on any rank, and their tokens are on their way to the readers. Requests that

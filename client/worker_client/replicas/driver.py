@@ -12,12 +12,14 @@ replica that has lost a rank, or whose driver has ended, go on in the others.
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
+from rpc_schema.errors import WorkerDaemonError
 from worker_client.async_driver import (
     MAX_REQUESTS,
     AsyncDriver,
@@ -26,9 +28,14 @@ from worker_client.async_driver import (
     RequestProgress,
     prepared,
 )
+from worker_client.driver import Driver
 from worker_client.errors import ReplacementFailed, config_error
 from worker_client.replicas.placement import ReplicaPlacement
 from worker_client.requests import GenerationRequest, RequestOutput
+
+_LOG = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_LOSSES: Final = 3
 """Losses in a row, without a new token between them, after which a request fails: it may be what
@@ -69,6 +76,39 @@ class DataParallelDriver:
     async def __aexit__(self, *_: object) -> None:
         """Abort all requests, and wait until every driver has ended."""
         await self._opened.aclose()
+
+    @property
+    def error(self) -> Exception | None:
+        """The error with which the first driver has ended; None while one of them serves."""
+        errors = [driver.error for driver in self.drivers]
+        return None if None in errors else errors[0]
+
+    async def wait_ended(self) -> Exception:
+        """Wait until all drivers have ended; return the error of the first."""
+        return (await asyncio.gather(*(driver.wait_ended() for driver in self.drivers)))[0]
+
+    async def call_all(self, work: Callable[[Driver], T]) -> list[T]:
+        """Call a function with each driver, as AsyncDriver.call does, at the same time; return the
+        results in order. A replica that lacks a rank answers once that has its successor. If some
+        fail, the error of the first of them is raised, once all have ended."""
+        calls = [driver.call(work) for driver in self.drivers]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        for each in results:
+            if isinstance(each, BaseException):
+                raise each
+        return [each for each in results if not isinstance(each, BaseException)]
+
+    async def pause(self) -> None:
+        """Hold all requests on all replicas: see AsyncDriver.pause."""
+        try:
+            await asyncio.gather(*(driver.pause() for driver in self.drivers))
+        except WorkerDaemonError:
+            await asyncio.gather(*(d.resume() for d in self.drivers), return_exceptions=True)
+            raise
+
+    async def resume(self) -> None:
+        """Go on where pause() has stopped. Raises as it does."""
+        await asyncio.gather(*(driver.resume() for driver in self.drivers))
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
         """Serve a request as AsyncDriver.generate does, on the replica that has the least to
@@ -117,6 +157,10 @@ class DataParallelDriver:
     def _note_change(self, place: int) -> None:
         """Note that a replica was lost, has come back, or has ended. A lost KV cache has no
         prefixes."""
-        if self.drivers[place].loss is not None:
+        loss = self.drivers[place].loss
+        if loss is None:
+            _LOG.info("replica %d serves", place)
+        else:
+            _LOG.warning("replica %d is lost; its requests go on in others: %s", place, loss)
             self._placement.forget_prefixes(place)
         self._change.set()

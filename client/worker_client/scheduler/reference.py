@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from rpc_schema.kv_cache import NUM_NULL_BLOCKS
 from worker_client.group.adoption import AdoptedRequest
 from worker_client.group.loras import GroupAdapter
 from worker_client.group.running import RunningRequests
@@ -250,6 +251,11 @@ class Scheduler:
     def num_running(self) -> int:
         """Number of requests that have blocks. Any thread may read it."""
         return len(self._queues.running)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks that requests may hold."""
+        return self._limits.num_blocks - NUM_NULL_BLOCKS
 
     @property
     def num_free_blocks(self) -> int:
