@@ -75,9 +75,9 @@ class ReplicaPlacement:
         if placed is not None:
             self._num_tokens[placed.replica] -= placed.num_tokens
 
-    def forget_prefixes(self) -> None:
-        """Note that no replica has computed any prefix with its weights."""
-        for own in self._prefixes:
+    def forget_prefixes(self, replica: int | None = None) -> None:
+        """Note that a replica, or with None each, has not computed any prefix with its weights."""
+        for own in self._prefixes if replica is None else [self._prefixes[replica]]:
             own.clear()
 
     def _num_known(self, replica: int, hashes: Iterable[bytes]) -> int:

@@ -172,6 +172,7 @@ class PrefillServing:
             index=None,
             output_token_ids=(),
             routed_experts=False,
+            continues=None,
         )
         self._prompts[number] = prompt
         self._exchange.outgoing.want(number, names)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from rpc_schema.kv_cache import NUM_NULL_BLOCKS
 from worker_client.group.adoption import AdoptedRequest
 from worker_client.group.loras import GroupAdapter
 from worker_client.group.running import RunningRequests
@@ -235,6 +236,13 @@ class Scheduler:
             request.known_experts,
         )
 
+    def output_so_far(self, req_id: str) -> RequestOutput | None:
+        """Return the output of an unfinished request; see ContinuingScheduler."""
+        request = self._queues.unfinished.get(req_id)
+        if request is None or not request.has_output:
+            return None
+        return request.output("abort", self._weights.version)
+
     def has_unfinished_requests(self) -> bool:
         """Return True while a request has not finished."""
         return bool(self._queues.unfinished or self._overdue)
@@ -243,6 +251,11 @@ class Scheduler:
     def num_running(self) -> int:
         """Number of requests that have blocks. Any thread may read it."""
         return len(self._queues.running)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks that requests may hold."""
+        return self._limits.num_blocks - NUM_NULL_BLOCKS
 
     @property
     def num_free_blocks(self) -> int:
