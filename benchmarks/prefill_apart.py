@@ -3,11 +3,12 @@
 [--tier-bytes N] [--prompts 8] [--decodes 32] [--rounds 3] [--prompt-every 0.4] [--requests 32]
 [--out FILE.json]`.
 
-Two daemons of one host: the first decodes, the second computes prompts. Measured are the time to
-the first token on idle groups (the difference is what a move and a load add), the inter-token
-latency of requests that decode (alone, beside prompts of the other group, and beside the same
-prompts in their own), and the throughput of both, beside that of two groups that share the
-requests. Prompts are new each time. On a CPU, at a small size:
+Two daemons of one host: the first decodes, the second computes prompts. Measured are the times to
+the first two tokens on idle groups (the first one comes from the group that computes the prompt:
+what a move and a load add is that of the second), the inter-token latency of requests that decode
+(alone, beside prompts of the other group, and beside the same prompts in their own), and the
+throughput of both, beside that of two groups that share the requests. Prompts are new each time. On
+a CPU, at a small size:
 
     python -m worker_client.cli.demo_model build/demo-model
     python -m benchmarks.prefill_apart --model build/demo-model --device cpu --tokens 300 \\
@@ -108,21 +109,21 @@ class Bench:
         clock, options = Clock(), DriverOptions(keeps_prefixes=False, prefill=prefill)
         return Driver(self.group, Scheduler(self.limits), clock.take, options=options), clock
 
-    def ttft_ms(self, prefill: PrefillThread | None) -> list[tuple[float, float]]:
-        """Return the times to the first token of prompts, one after the other, and how long each
-        was held for the other group; the first one, which opens what is needed, does not count."""
+    def ttft_ms(self, prefill: PrefillThread | None) -> list[tuple[float, float, float]]:
+        """Return the times to the first token of prompts, one after the other, to the second one,
+        and how long each was held for the other group; the first prompt, which opens what is
+        needed, does not count."""
         driver, clock = self.driver(prefill)
         times = []
         for _ in range(self.options.prompts + 1):
-            request = self.requests.new("prompt", self.options.tokens, 1)
+            request = self.requests.new("prompt", self.options.tokens, 2)
             held_before = 0.0 if prefill is None else prefill.counts.held.total
             began = time.monotonic()
             driver.add_request(request)
-            while request.id not in clock.first_at:
-                driver.step()
-            held = 0.0 if prefill is None else prefill.counts.held.total - held_before
-            times.append((1e3 * (clock.first_at[request.id] - began), 1e3 * held))
             drain(driver)
+            held = 0.0 if prefill is None else prefill.counts.held.total - held_before
+            first, second = (of[request.id] - began for of in (clock.first_at, clock.last_at))
+            times.append((1e3 * first, 1e3 * second, 1e3 * held))
         return times[1:]
 
     def decode_itl_ms(self, prefill: PrefillThread | None, every_s: float | None) -> Clock:
@@ -269,9 +270,16 @@ def run(endpoints: Sequence[str], options: argparse.Namespace) -> Iterator[tuple
         yield "rate of two groups, tok/s out", sum(rates)
 
 
+def medians(times: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """Return the median of each column."""
+    return tuple(statistics.median(column) for column in zip(*times, strict=True))
+
+
 def measure_alone(bench: Bench) -> Iterator[tuple[str, float]]:
     """Measure one group that computes prompts and decodes."""
-    yield "TTFT alone, ms", statistics.median(ttft for ttft, _ in bench.ttft_ms(None))
+    first, second, _ = medians(bench.ttft_ms(None))
+    yield "TTFT alone, ms", first
+    yield "second token alone, ms", second
     yield from percentiles("ITL of decodes alone:", bench.decode_itl_ms(None, None))
     beside = bench.decode_itl_ms(None, bench.options.prompt_every)
     yield from percentiles("ITL beside prompts of their own group:", beside)
@@ -283,8 +291,10 @@ def measure_apart(
     """Measure the group beside the other one, whose driver is source."""
     times = bench.ttft_ms(prefill)
     computed = [*source.timings.values()][-len(times) :]
-    yield "TTFT apart, ms", statistics.median(ttft for ttft, _ in times)
-    yield "of that held for the other group, ms", statistics.median(held for _, held in times)
+    first, second, held = medians(times)
+    yield "TTFT apart, ms", first
+    yield "second token apart, ms", second
+    yield "of that held for the other group, ms", held
     yield (
         "of that computed there, ms",
         statistics.median(1e3 * (each.finished - each.added) for each in computed),

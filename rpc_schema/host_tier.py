@@ -39,6 +39,9 @@ class HostTierMoves(FramedExtension, frozen=True, tag=2, kw_only=True):
     """The last so many loads run beside this step and those after it, none of which waits for them
     but one that gives their blocks to a request, or moves them.
     ModelRunnerOutput.arrived_blocks tells when they are there."""
+    are_idle: bool = False
+    """The blocks to load are of no account to the steps before this one, which may still run, nor
+    are they stored by this one: so the loads wait for none of them."""
 
 
 class HostTierStatus(Value, frozen=True, kw_only=True):

@@ -168,6 +168,8 @@ class ModelRunnerOutput(StepReply, frozen=True, tag=1, kw_only=True):
     arrived_blocks: RawInt32 = b""
     """Blocks whose loads beside steps (HostTierMoves.num_beside) have ended on this rank since the
     last reply that named some."""
+    arrived_us_ago: Unsigned = 0
+    """Time since the last of these has ended, about; 0 if that is not known."""
 
 
 class Done(StepReply, frozen=True, tag=2, kw_only=True):

@@ -306,6 +306,9 @@ class StepResult:
     """Blocks that earlier steps have loaded beside steps (HostMoves.num_beside), and that are there
     now on the rank that answers; each is named once. Those that did not match are among
     invalid_blocks."""
+    arrived_s_ago: float = 0.0
+    """Seconds since the last of these came, about, when the result was sent; 0 if that is not
+    known."""
 
     def without(self, req_ids: Collection[str]) -> "StepResult":
         """Return the result without the tokens of some requests."""
@@ -333,6 +336,7 @@ class StepResult:
             {**self.gained, **later.gained},
             self.invalid_blocks,
             [*self.arrived_blocks, *later.arrived_blocks],
+            later.arrived_s_ago if later.arrived_blocks else self.arrived_s_ago,
         )
 
     @property

@@ -196,24 +196,33 @@ def test_a_draft_model_of_one_group(daemons, checkpoint, drafts):
 
 
 def test_sampling_goes_on_as_without_another_group(daemons, checkpoint):
-    """Seeds, penalties and several samples: the same tokens as by a group that computes all."""
-    sent, model = Prompts(random.randrange(1 << 30), count=4), checkpoint()
+    """Seeds, penalties and several samples: the same tokens as by a group that computes all, the
+    first of them where the prompt is computed, unless something is reported on it."""
+    sent, model = Prompts(random.randrange(1 << 30), 6, lengths=(20, 60)), checkpoint()
     kinds = [
         SamplingParams(temperature=0.9, seed=sent.seed),
         SamplingParams(temperature=0.7, seed=sent.seed, repetition_penalty=1.3, n=2),
         SamplingParams(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.3),
         SamplingParams(temperature=1.0, seed=sent.seed, top_k=5, logprobs=2),
+        SamplingParams(temperature=1.1, seed=sent.seed, top_p=0.8, min_tokens=3),
+        SamplingParams(temperature=1.0, seed=sent.seed, allowed_token_ids=(5, 6, 7), min_p=0.01),
     ]
     requests = [
         replace(request, sampling=kind) for request, kind in zip(sent.requests, kinds, strict=True)
     ]
     endpoints = daemons.endpoints(2)
-    with prefill_pair(endpoints, model, (1, 1), (1, 1)) as (driver, _):
+    with prefill_pair(endpoints, model, (1, 1), (1, 1)) as (driver, prefill):
         outputs = run(driver, requests)
+        num_first = prefill.counts.num_first_tokens
     with opened(endpoints[1:], model, (1, 1)) as driver:
         expected = run(driver, requests)
     assert num_loaded(outputs) > 0, sent.seed
     assert tokens_of(outputs) == tokens_of(expected), sent.seed
+    assert num_first == 5, sent.seed
+    assert all(
+        output.weights_versions == expected[name].weights_versions
+        for name, output in outputs.items()
+    )
 
 
 @pytest.fixture

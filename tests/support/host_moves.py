@@ -114,6 +114,10 @@ class ModelledTier:
         self.tier = HostTier(blocks, self.rows, self.state, self.weights, parts, kept, memory)
         self.connectors = KVConnectors([self.tier])
         self.seq = 0
+        gaps = self.state.draft_gaps.of_blocks
+        gaps[:] = [rng.random() < 0.5 for _ in gaps]
+        self.gaps, self.slot_gaps = gaps.tolist(), [True] * NUM_SLOTS
+        """Which blocks and slots may lack tokens of a draft model."""
         self.blocks = {b: self._content() for b in range(1, NUM_BLOCKS)}
         """Contents of each block: bytes of its pages and of its further page; None: NaN."""
         self.slots: dict[int, tuple[bytes, object]] = {}
@@ -159,10 +163,10 @@ class ModelledTier:
         row[self.rng.randrange(len(row))] ^= 1 << self.rng.randrange(8)
         self.slots[slot] = (self.slots[slot][0], None)
 
-    def step(self, stores, loads, num_beside=0):
+    def step(self, stores, loads, num_beside=0, **fields):
         """Move blocks with a step, and return the loads that it waits for."""
         self.seq += 1
-        moves = moves_of(stores, loads, num_beside=num_beside)
+        moves = moves_of(stores, loads, num_beside=num_beside, **fields)
         values = self.state.parts.check_step((moves,), (), self.state.limits)
         step = self.state.dummy_step(self.seq)._replace(step_values=values)
         return self.connectors.begin(step)
@@ -187,14 +191,20 @@ class ModelledTier:
             is_known = rng.random() < 0.8
             loads.append((block, slot, self.slots[slot][0] if is_known else bytes(HASH_BYTES)))
         num_beside = rng.randint(0, len(loads)) if rng.random() < 0.5 else 0
-        loaded = self.step(stores, loads, num_beside)
         split = len(loads) - num_beside
+        busy = {block for block, *_ in stores}.union(*(blocks for blocks, *_ in self.beside))
+        are_idle = busy.isdisjoint(block for block, *_ in loads) and rng.random() < 0.5
+        if are_idle and self.device.type == "cuda":
+            torch.cuda.synchronize()  # else steps in flight might touch the blocks
+        loaded = self.step(stores, loads, num_beside, are_idle=are_idle)
         for block, slot, name in stores:
             self.slots[slot] = (name, self.blocks[block])
+            self.slot_gaps[slot] = self.gaps[block]
         invalid = set()
         for block, slot, name in loads:
             content = self.slots[slot][1] if self.slots[slot][0] == name else None
             self.blocks[block] = content
+            self.gaps[block] = self.slot_gaps[slot]
             if content is None:
                 invalid.add(block)
         before, beside = ([block for block, _, _ in own] for own in (loads[:split], loads[split:]))
@@ -214,6 +224,7 @@ class ModelledTier:
 
     def check(self):
         """Compare every block."""
+        assert self.state.draft_gaps.of_blocks.tolist() == self.gaps
         self._give(sorted(self.blocks))
         for block, content in self.blocks.items():
             pages, further = self.pages[:, block].cpu(), self.further[block].cpu()

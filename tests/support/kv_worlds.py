@@ -126,9 +126,10 @@ class World:
         self.evict(case)
 
     def evict(self, case) -> None:
-        """Evict blocks from the KV cache, by a long prompt."""
+        """Evict blocks from the KV cache, by a long prompt, of which the group takes steps: of two
+        tokens the first one may come from elsewhere."""
         prompt = prompts(case.rng.randrange(1 << 30), [60])[0].tolist()
-        self.driver.add_request(greedy_request(f"{case.seed}-evict", prompt, 1))
+        self.driver.add_request(greedy_request(f"{case.seed}-evict", prompt, 2))
         assert not [output.error for output in self.driver.run() if output.error]
 
     def strike_dead(self, case) -> None:

@@ -308,6 +308,7 @@ def scheduler_limits(group: WorkerGroup, loaded: LoadedGroup, **changes: object)
     """Return a scheduler's limits for a loaded group; `changes` override fields."""
     loaded_config = group.get_status()[0].config
     assert loaded_config is not None, "prepare() comes first"
+    usual = usual_limits(loaded, loaded_config)
     fields = {
         "max_num_seqs": loaded_config.scheduler.max_num_seqs,
         "max_num_batched_tokens": loaded_config.scheduler.max_num_batched_tokens,
@@ -326,8 +327,10 @@ def scheduler_limits(group: WorkerGroup, loaded: LoadedGroup, **changes: object)
         "makes_drafts": loaded_config.speculative.on_device,
         "routed_experts": loaded.metadata.routed_experts,
         "num_host_blocks": loaded.num_host_blocks,
+        "has_device_tier": usual.has_device_tier,
         "has_kv_files": loaded_config.cache.kv_files,
-        "num_lookahead_tokens": usual_limits(loaded, loaded_config).num_lookahead_tokens,
+        "num_lookahead_tokens": usual.num_lookahead_tokens,
+        "max_stored_ahead": usual.max_stored_ahead,
     }
     return SchedulerLimits(**{**fields, **changes})
 

@@ -40,6 +40,12 @@ class LoadEnd:
         """True once all blocks are. Any thread may ask."""
         return True
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since all blocks are there, about, once they are; 0 if nobody knows. Any thread
+        may ask."""
+        return 0.0
+
     def await_in_steps(self) -> None:
         """Let the steps launched from now on see it. Used on the step thread."""
 
@@ -204,15 +210,23 @@ class CudaLoadLane(LoadLane):
         """By buffer. Loads begin and end on the first one."""
         self._steps_end = _event()
         """The steps that were launched before the last load."""
-        self._began = _timing_event()
+        self._began = self._ended = _timing_event()
+        """Of the last load."""
+        self._launched: float | None = None
+        """The moment at which the last load began, if it did so when it was launched."""
+        self._is_held_back = False
+        self._last: LoadEnd = LoadEnd()
         self._timed: deque[_Timed] = deque()
 
     def see_stores(self) -> None:
         self._stores.hold_back(self._streams[0])
+        self._is_held_back = True
 
     @contextmanager
     def beginning(self) -> Iterator[None]:
         self._times.in_s += _take_times(self._timed)
+        begins_now = self._last.is_there and not self._is_held_back
+        self._launched, self._is_held_back = time.monotonic() if begins_now else None, False
         self._steps_end.record(torch.cuda.current_stream(self._device))
         first, *others = self._streams
         with torch.cuda.stream(first):
@@ -235,16 +249,17 @@ class CudaLoadLane(LoadLane):
         first, *others = self._streams
         for stream in others:
             first.wait_stream(stream)
-        ended = _timing_event()
-        ended.record(first)
-        self._timed.append((self._began, ended))
+        self._ended = _timing_event()
+        self._ended.record(first)
+        self._timed.append((self._began, self._ended))
         with torch.cuda.stream(first):
             yield
 
     def end(self) -> LoadEnd:
         event = _event()
         event.record(self._streams[0])
-        return _CudaLoadEnd(event, self._device)
+        self._last = _CudaLoadEnd(event, self._device, self._launched, (self._began, self._ended))
+        return self._last
 
     def settle(self) -> None:
         for stream in self._streams:
@@ -252,14 +267,27 @@ class CudaLoadLane(LoadLane):
 
 
 class _CudaLoadEnd(LoadEnd):
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+    def __init__(
+        self, event: torch.cuda.Event, device: torch.device, launched: float | None, timed: _Timed
+    ) -> None:
+        """launched: the moment of the first event; None: it came later than it was launched."""
         self._event = event
         self._device = device
+        self._launched = launched
+        self._timed = timed
 
     @property
     def is_there(self) -> bool:
         is_there: bool = self._event.query()  # type: ignore[no-untyped-call]
         return is_there
+
+    @property
+    def age_s(self) -> float:
+        if self._launched is None:
+            return 0.0
+        began, ended = self._timed
+        seconds: float = began.elapsed_time(ended) / 1000
+        return max(0.0, time.monotonic() - self._launched - seconds)
 
     def await_in_steps(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)

@@ -38,8 +38,7 @@ class DraftBacklog:
         """[S + 1] upper bound of each row's missing tokens: its last computed ones."""
         self._firsts = np.zeros(num_rows, np.int32)
         """[S + 1] lower bound of the position of the first of them, if there are some."""
-        self._lacks = np.ones(limits.num_blocks, np.bool_)
-        """[num_blocks] True if a token of the block may be missing."""
+        self._gaps = state.draft_gaps
         self._table = np.zeros((num_rows, limits.max_blocks_per_seq), np.int32)
         """[S + 1, max_blocks] blocks of each row in the first KV group, as far as it has some."""
 
@@ -47,7 +46,7 @@ class DraftBacklog:
         """Assume that everything is missing, as on a rank that has just been made."""
         self._counts.fill(_ALL)
         self._firsts.fill(0)
-        self._lacks.fill(True)
+        self._gaps.restart()
 
     def take(self, step: ScheduledStep, *, follows: bool) -> MissingTokens | None:
         """Note a step that is about to run. follows: the draft model computes its tokens with it.
@@ -90,7 +89,7 @@ class DraftBacklog:
             for request in step.new_requests:
                 num_read[request.slot] = request.num_computed_tokens // self._block_size
             block_ids = block_ids[indices >= num_read[rows]]
-        self._lacks[block_ids] = False
+        self._gaps.of_blocks[block_ids] = False
         behind = np.unique(rows[self._counts[rows] > 0])
         if behind.size:
             self._mark(behind, lacks=True)
@@ -98,7 +97,7 @@ class DraftBacklog:
     def _begin(self, slot: int, num_computed: int) -> None:
         """Begin a row some of whose tokens were computed: in its first blocks."""
         num_blocks = -(-num_computed // self._block_size)
-        lacking = np.flatnonzero(self._lacks[self._table[slot, :num_blocks]])
+        lacking = np.flatnonzero(self._gaps.of_blocks[self._table[slot, :num_blocks]])
         first = int(lacking[0]) * self._block_size if lacking.size else num_computed
         self._firsts[slot], self._counts[slot] = first, num_computed - first
 
@@ -119,7 +118,7 @@ class DraftBacklog:
         ends = np.minimum(self._state.counts.blocks_by_group[0, slots], self._table.shape[1])
         counts = np.maximum(ends - begins, 0)
         indices = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - ends, counts)
-        self._lacks[self._table[np.repeat(slots, counts), indices]] = lacks
+        self._gaps.of_blocks[self._table[np.repeat(slots, counts), indices]] = lacks
 
     def _choose(self, step: ScheduledStep) -> MissingTokens | None:
         """Return the tokens that the rows of a step lack that are to have drafts after it: of those

@@ -341,7 +341,13 @@ class LoadingOutput:
         invalid = b"".join(_ids(each.invalid_blocks) for each in known)
         there = b"".join(_ids(each.block_ids) for each in arrived)
         if invalid or there:
-            reply = structs.replace(reply, invalid_blocks=invalid, arrived_blocks=there)
+            age_s = arrived[-1].end.age_s if arrived else 0.0
+            reply = structs.replace(
+                reply,
+                invalid_blocks=invalid,
+                arrived_blocks=there,
+                arrived_us_ago=round(1e6 * age_s),
+            )
         return reply, frames
 
 

@@ -20,6 +20,7 @@ from rpc_schema.kv_cache import BlockGroup
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
 from worker_daemon.runner.block_contents import LAST_STEP, BlockContents
+from worker_daemon.runner.draft_gaps import DraftGaps
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.replica_counts import ReplicaCounts
 from worker_daemon.runner.row_counts import FREE_ROW_BLOCKS, RowCounts
@@ -89,6 +90,7 @@ class RequestState:
         self.contents = BlockContents(limits.num_blocks)
         """Outlives the rows: blocks keep their contents."""
         self.host_contents = BlockContents(limits.num_host_blocks)
+        self.draft_gaps = DraftGaps(limits.num_blocks, limits.num_host_blocks)
         """Those of the host tier's slots; they outlive the KV cache's too. Only the step thread
         notes any."""
 

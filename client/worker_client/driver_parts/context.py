@@ -1,12 +1,13 @@
 """The driver, as its optional features see it: its group, scheduler, requests and steps."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from worker_client.driver_parts.interface import StepInFlight
 from worker_client.driver_parts.live_requests import LiveRequests
 from worker_client.errors import WorkerDied
+from worker_client.requests import RequestOutput
 from worker_client.scheduler import SchedulerInterface
 from worker_client.scheduler_output import SchedulerOutput, StepResult
 from worker_client.worker_group import WorkerGroup
@@ -43,3 +44,12 @@ class DriverContext:
     then, and the ranks have lost all uploads."""
     on_result: Callable[[StepResult], None] | None
     """Told of the tokens that requests gain without a step."""
+
+    def gain(self, gained: StepResult, finished: Iterable[RequestOutput]) -> None:
+        """Tell of tokens that requests have gained without a step, and of those that have ended
+        with them."""
+        if gained.req_ids:
+            self.requests.have_gained(gained.req_ids)
+            if self.on_result is not None:
+                self.on_result(gained)
+        self.requests.end(finished)

@@ -145,6 +145,10 @@ class LiveRequests:
             self._times.finished(output.req_id)
             self._ended.append(output)
 
+    def have_gained(self, req_ids: Iterable[str]) -> None:
+        """Note that requests have got tokens without a step."""
+        self._times.tokens_came(req_ids)
+
     def take_ended(self) -> list[RequestOutput]:
         """Return the requests that have ended since the last call."""
         ended, self._ended = self._ended, []

@@ -3,7 +3,9 @@ come to this group's host tier, as they are computed, before the scheduler admit
 fails there, the request is admitted nevertheless, and computes what it lacks.
 
 A request here has all its prompt, and the same sampling as without: only the KV of full blocks
-comes from elsewhere, and the last token of the prompt is computed here.
+comes from elsewhere, and the last token of the prompt is computed here. The group that computes the
+prompt also samples the first token, as this one would, where nothing is reported on it: the request
+has it while its blocks are still on their way.
 """
 
 import logging
@@ -13,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, get_args, runtime_checkable
 
+from msgspec import structs
+
 from rpc_schema.config import RendezvousAddress
 from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.kv_transfer import KVShard
@@ -20,10 +24,12 @@ from worker_client.driver_parts.context import DriverContext
 from worker_client.driver_parts.interface import DriverPart
 from worker_client.errors import WorkerDied, config_error
 from worker_client.group.kv_transfers import BlockMove, GroupTransfers, TransferLink
+from worker_client.inputs.sampling_params import SamplingParams
 from worker_client.requests import GenerationRequest
-from worker_client.scheduler import HoldingScheduler
+from worker_client.scheduler import HoldingScheduler, Jump
 from worker_client.scheduler.block_exchange import HostBlockExchange
 from worker_client.scheduler.content_names import HeldContents
+from worker_client.scheduler_output import StepResult
 from worker_host.metrics import HistogramCounts
 
 RETRY_S: Final = 0.5
@@ -48,6 +54,15 @@ class ExchangingScheduler(HoldingScheduler, Protocol):
     @property
     def prefix_tag(self) -> bytes:
         """See RestoringScheduler."""
+
+    @property
+    def weights_key(self) -> bytes:
+        """Names the present weights, as groups of one model do that have the same."""
+
+    def begin_output(self, req_id: str, token_id: int) -> Jump:
+        """Let a held request begin its output with a token that another group has sampled for it,
+        by the same weights, seed and rules. Return no token unless it has only its prompt, and
+        reports nothing on its tokens; and the request, if it ends with the token."""
 
 
 class Described(NamedTuple):
@@ -88,6 +103,16 @@ class MoveConfirmed(NamedTuple):
     """Number of the prompt."""
 
 
+class FirstToken(NamedTuple):
+    """The token that follows a prompt, of which it is the only one."""
+
+    number: int
+    """Number of the prompt."""
+    weights: bytes
+    """ExchangingScheduler.weights_key from the beginning to the end of its computation."""
+    token_id: int
+
+
 class PromptOver(NamedTuple):
     """No further contents of a prompt will be sent: it was computed, dropped, or has failed."""
 
@@ -111,7 +136,15 @@ class Ended(NamedTuple):
 
 
 PrefillNews: TypeAlias = (
-    Described | SlotsWanted | MoveToReceive | MoveConfirmed | PromptOver | LinkLeft | Opened | Ended
+    Described
+    | SlotsWanted
+    | MoveToReceive
+    | MoveConfirmed
+    | FirstToken
+    | PromptOver
+    | LinkLeft
+    | Opened
+    | Ended
 )
 
 PromptEnd: TypeAlias = Literal["moved", "lacking", "failed", "late", "left"]
@@ -133,6 +166,8 @@ class PrefillCounts:
         """Blocks that have come."""
         self.num_early_blocks = 0
         """Those of them that have come while their prompts were still computed."""
+        self.num_first_tokens = 0
+        """First tokens that it has sampled and requests have begun with."""
         self.num_lost_links = 0
         """Transfer links that have ended, or could not be opened."""
         self.held = HistogramCounts(HELD_BOUNDS_S)
@@ -156,8 +191,15 @@ class PrefillGroup(Protocol):
     def open_link(self, link: TransferLink) -> None:
         """Have its ranks join a transfer link."""
 
-    def compute(self, number: int, request: GenerationRequest, names: list[bytes]) -> None:
-        """Compute a request's prompt, of which this group lacks contents of these names."""
+    def compute(
+        self,
+        number: int,
+        request: GenerationRequest,
+        names: list[bytes],
+        sampling: SamplingParams | None,
+    ) -> None:
+        """Compute a request's prompt, of which this group lacks contents of these names, and sample
+        its FirstToken so; None: nobody wants it."""
 
     def grant(self, link: TransferLink, number: int, names: list[bytes]) -> None:
         """Have contents of a prompt sent as they are computed: there are slots for them until its
@@ -190,6 +232,8 @@ class _Prompt:
     request: GenerationRequest
     names: list[bytes]
     """Contents that its request lacks."""
+    sampling: SamplingParams | None
+    """Options by which the first token is sampled there; None: it is sampled here."""
     deadline: float
     waiting: dict[str, float] = field(default_factory=dict)
     """Requests that are held for it, and since when."""
@@ -231,6 +275,7 @@ class RemotePrefillPart(DriverPart):
             raise config_error("options.prefill", prefill, problem, fix)
         self._scheduler, self._exchange, self._prefill = scheduler, exchange, prefill
         self._counts = prefill.counts
+        self._context = context
         self._transfers = transfers
         self._link: TransferLink | None = None
         self._is_open = False
@@ -289,14 +334,15 @@ class RemotePrefillPart(DriverPart):
 
     def _hold(self, request: GenerationRequest) -> None:
         """Hold a request until what it lacks is here, if anything can come."""
-        names = self._exchange.lacking(request.id)
+        sampling = first_token_sampling(request)
+        names = self._exchange.lacking(request.id, has_token=sampling is not None)
         if not names:
             return
         shared = self._bringing(names)
         if shared is None:
             self._num_prompts += 1
             deadline = time.monotonic() + self._prefill.timeout_s
-            shared = _Prompt(self._num_prompts, request, names, deadline)
+            shared = _Prompt(self._num_prompts, request, names, sampling, deadline)
             self._prompts[shared.number] = shared
             self._coming |= dict.fromkeys(names, shared)
             if self._is_open:
@@ -314,7 +360,7 @@ class RemotePrefillPart(DriverPart):
 
     def _compute(self, prompt: _Prompt) -> None:
         prompt.is_sent = True
-        self._prefill.compute(prompt.number, prompt.request, prompt.names)
+        self._prefill.compute(prompt.number, prompt.request, prompt.names, prompt.sampling)
 
     def _ask_for_link(self) -> None:
         if self._link is None and not self._describing and time.monotonic() >= self._retry_at:
@@ -340,6 +386,8 @@ class RemotePrefillPart(DriverPart):
             self._receive(news)
         elif isinstance(news, MoveConfirmed):
             self._confirm(news)
+        elif isinstance(news, FirstToken):
+            self._begin_output(news)
         elif (prompt := self._prompts.get(news.number)) is not None:
             self._end(prompt)
 
@@ -429,6 +477,19 @@ class RemotePrefillPart(DriverPart):
             prompt.moves[confirmed.move].is_confirmed = True
             self._end_move(prompt, confirmed.move)
 
+    def _begin_output(self, sampled: FirstToken) -> None:
+        """Give a prompt's request its first token, if it still waits."""
+        prompt = self._prompts.get(sampled.number)
+        if prompt is None or sampled.weights != self._scheduler.weights_key:
+            return
+        req_id = prompt.request.id
+        if req_id in prompt.waiting:
+            begun = self._scheduler.begin_output(req_id, sampled.token_id)
+            if begun.num_tokens:
+                self._counts.num_first_tokens += 1
+                finished = () if begun.finished is None else (begun.finished,)
+                self._context.gain(StepResult([req_id], [sampled.token_id]), finished)
+
     def _end_move(self, prompt: _Prompt, number: int, *, has_failed: bool = False) -> None:
         """End a move that has failed, or has come and is confirmed."""
         move = prompt.moves[number]
@@ -515,6 +576,21 @@ class RemotePrefillPart(DriverPart):
         self._exchange.give_back(lost)
         prompt.moves.clear()
         prompt.reserved.clear()
+
+
+def first_token_sampling(request: GenerationRequest) -> SamplingParams | None:
+    """Return how another group samples the first token of a request; None: it cannot do it alone,
+    or nothing may be reported on the token."""
+    own = request.sampling
+    reports = (own.logprobs, own.prompt_logprobs, own.logprob_token_ids, own.structured_outputs)
+    if any(each is not None for each in reports) or own.full_logprobs or own.logits_processors:
+        return None
+    if request.output_token_ids or request.routed_experts:
+        return None
+    # The decoding group looks for stop strings. Of one token, the first is all that is needed.
+    return structs.replace(
+        own, stop=(), include_stop_str_in_output=False, min_tokens=min(1, own.min_tokens)
+    )
 
 
 def _can_leave(request: GenerationRequest) -> bool:

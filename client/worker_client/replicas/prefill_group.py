@@ -26,6 +26,7 @@ from worker_client.driver_parts.remote_prefill import (
 )
 from worker_client.errors import config_error
 from worker_client.group.kv_transfers import TransferLink
+from worker_client.inputs.sampling_params import SamplingParams
 from worker_client.replicas.prefill_serving import PrefillServing
 from worker_client.requests import GenerationRequest
 
@@ -114,9 +115,15 @@ class PrefillThread:
         """See PrefillGroup."""
         self._commands.put(lambda serving: serving.open_link(link))
 
-    def compute(self, number: int, request: GenerationRequest, names: list[bytes]) -> None:
+    def compute(
+        self,
+        number: int,
+        request: GenerationRequest,
+        names: list[bytes],
+        sampling: SamplingParams | None,
+    ) -> None:
         """See PrefillGroup."""
-        self._commands.put(lambda serving: serving.compute(number, request, names))
+        self._commands.put(lambda serving: serving.compute(number, request, names, sampling))
 
     def grant(self, link: TransferLink, number: int, names: list[bytes]) -> None:
         """See PrefillGroup."""

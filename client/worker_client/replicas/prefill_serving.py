@@ -15,6 +15,7 @@ from worker_client.driver_parts.interface import DriverPart
 from worker_client.driver_parts.remote_prefill import (
     Described,
     ExchangingScheduler,
+    FirstToken,
     LinkLeft,
     MoveConfirmed,
     MoveToReceive,
@@ -23,7 +24,7 @@ from worker_client.driver_parts.remote_prefill import (
     SlotsWanted,
 )
 from worker_client.group.kv_transfers import BlockMove, TransferLink
-from worker_client.inputs.sampling_params import SamplingParams
+from worker_client.inputs.sampling_params import DEFAULT_SAMPLING, SamplingParams
 from worker_client.requests import GenerationRequest, RequestOutput
 from worker_client.scheduler.block_exchange import HostBlockExchange
 from worker_client.scheduler.content_names import HeldContents
@@ -46,6 +47,10 @@ class _PromptToSend:
     number: int
     num_wanted: int
     """Contents that the other group lacks."""
+    weights: bytes
+    """ExchangingScheduler.weights_key when it came."""
+    is_sampled: bool
+    """The other group wants its first token."""
     is_asked: bool = False
     """The other group was asked for slots."""
     granted: frozenset[bytes] | None = None
@@ -161,13 +166,20 @@ class PrefillServing:
             _LOG.warning("transfer link %d cannot be opened: %s", link.number, error)
             self._leave(link)
 
-    def compute(self, number: int, request: GenerationRequest, names: list[bytes]) -> None:
-        prompt = _PromptToSend(number, len(names))
+    def compute(
+        self,
+        number: int,
+        request: GenerationRequest,
+        names: list[bytes],
+        sampling: SamplingParams | None,
+    ) -> None:
+        is_sampled = sampling is not None
+        prompt = _PromptToSend(number, len(names), self._scheduler.weights_key, is_sampled)
         alone = replace(
             request,
             id=prompt.name,
             max_tokens=1,
-            sampling=SamplingParams(temperature=0.0),
+            sampling=sampling or DEFAULT_SAMPLING,
             deadline=None,
             index=None,
             output_token_ids=(),
@@ -211,6 +223,9 @@ class PrefillServing:
         if output.error:
             self._end(prompt)
             return
+        are_same = prompt.weights == self._scheduler.weights_key
+        if prompt.is_sampled and output.token_ids and are_same:
+            self._tell(FirstToken(prompt.number, prompt.weights, output.token_ids[0]))
         prompt.is_computed = True
         self._exchange.outgoing.keep_filled()
 

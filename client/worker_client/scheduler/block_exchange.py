@@ -12,8 +12,8 @@ from worker_client.scheduler.filed_blocks import FetchedBlocks
 from worker_client.scheduler.host_tier import HostPlace
 from worker_client.scheduler.outgoing_contents import OutgoingContents, StepNumbers
 
-KeysOf: TypeAlias = Callable[[str], list[bytes]]
-"""Returns the keys of the blocks that a request may begin with."""
+KeysOf: TypeAlias = Callable[[str, int], list[bytes]]
+"""Returns the keys of the blocks that a request may begin with once it has so many more tokens."""
 
 
 class HostBlockExchange:
@@ -53,11 +53,15 @@ class HostBlockExchange:
         """Slots that other groups read, or fill: nothing takes them."""
         return self._slots.num_exchanged
 
-    def lacking(self, req_id: str) -> list[bytes]:
+    def lacking(self, req_id: str, *, has_token: bool = False) -> list[bytes]:
         """Return the names of the contents that an unfinished request could begin with, and that
-        are neither in the KV cache, nor in host memory, nor read from files, in its order."""
-        keys = self._keys_of(req_id)
-        return [*dict.fromkeys(self._names.name_of(key) for key in keys if not self._has(key))]
+        are neither in the KV cache, nor in host memory, nor read from files, in its order.
+        has_token: if there are any, and a part of them is of use, also those for the time when the
+        request has one token more."""
+        found = self._lacking(self._keys_of(req_id, 0))
+        if found and has_token and not self.needs_all:
+            found = self._lacking(self._keys_of(req_id, 1))
+        return found
 
     def reserve(self, names: Sequence[bytes]) -> list[HeldContents]:
         """Give slots to the first of these contents that find room, or to none if all are needed,
@@ -104,6 +108,9 @@ class HostBlockExchange:
             bytes(key[-1] for _, key, _ in rows),
             [name for _, _, name in rows],
         )
+
+    def _lacking(self, keys: Iterable[bytes]) -> list[bytes]:
+        return [*dict.fromkeys(self._names.name_of(key) for key in keys if not self._has(key))]
 
     def _has(self, key: bytes) -> bool:
         if self._pool.find(key[-1], key[:-1]) is not None or key in self._tier:

@@ -34,14 +34,14 @@ class BlockHashes:
         """Name of the hash scheme but for the division of layers into groups: with equal tags,
         groups with equal windows have equal contents under equal hashes."""
         self._empty = blake2b(digest_size=HASH_BYTES)
-        self._weights = b""
+        self.weights = b""
         """Names the version of the weights; empty: none was named."""
 
     def use_weights(self, key: bytes, unfinished: Iterable[Request]) -> bool:
         """Hash blocks as those of the weights that `key` names, and the requests' blocks again.
         Return True if other weights were named before: no request may begin with the blocks of
         those that run."""
-        before, self._weights = self._weights, key
+        before, self.weights = self.weights, key
         is_other = before not in (b"", key)
         if key != before:
             for request in unfinished:
@@ -56,7 +56,7 @@ class BlockHashes:
         if num_new <= 0:
             return hashes
         raw = request.tokens[len(hashes) * self.unit :].tobytes()
-        parent = hashes[-1] if hashes else self._weights + request.prefix.root
+        parent = hashes[-1] if hashes else self.weights + request.prefix.root
         begin, add = self._empty.copy, hashes.append
         for start in range(0, num_new * num_bytes, num_bytes):
             made = begin()  # faster than a new one

@@ -16,6 +16,9 @@ _GROUP_BYTES: Final = [bytes((group,)) for group in range(256)]
 OnEvict: TypeAlias = Callable[[Mapping[int, bytes]], None]
 """Takes keys by block: a key names contents by their hash, and a byte for their group."""
 
+OnFree: TypeAlias = Callable[[Sequence[int]], None]
+"""Takes blocks that have no reference any more."""
+
 
 class PoolChanges(NamedTuple):
     """Changes of the cached blocks, other than by allocation."""
@@ -187,10 +190,13 @@ class BlockPool:
         num_groups: int,
         checkpoint_blocks: int = 0,
         on_evict: OnEvict | None = None,
+        on_free: OnFree | None = None,
     ) -> None:
         """checkpoint_blocks: blocks of the first group from a border to the next; 0: no block has a
-        checkpoint. on_evict: is told of each block whose cached contents an allocation takes."""
+        checkpoint. on_evict: is told of each block whose cached contents an allocation takes.
+        on_free: is told of each block whose last reference is dropped."""
         self._on_evict = on_evict
+        self._on_free = on_free
         self._num_refs = [0] * num_blocks
         self._checkpoint_blocks = checkpoint_blocks
         self._sorted = (
@@ -260,6 +266,8 @@ class BlockPool:
                 if num_refs[block_id] == 0:
                     freed.append(block_id)
         self._free.add(freed)
+        if self._on_free is not None:
+            self._on_free(freed)
 
     def contents(self, group: int) -> Mapping[bytes, int]:
         """The cached blocks of a group, by hash."""

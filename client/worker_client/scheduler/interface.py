@@ -204,6 +204,11 @@ class ExpectingScheduler(SchedulerInterface, Protocol):
         others are guesses. Unknown ids are ignored."""
 
 
+STORED_AHEAD_BYTES: Final = 64 << 20
+"""Most bytes that a step stores on each rank before they are evicted: one of a rank's two staging
+buffers, which has left before the next step fills it again, if that step takes 0.7 ms."""
+
+
 @dataclass(frozen=True)
 class SchedulerLimits:
     """Limits of a scheduler for a loaded group."""
@@ -252,6 +257,8 @@ class SchedulerLimits:
     """Sizes of the experts that requests may ask for; None: they may not."""
     num_host_blocks: int = 0
     """Slots of the ranks' host tier; 0: there is none."""
+    has_device_tier: bool = False
+    """It lies in the devices' memory: steps load from it without taking much longer."""
     has_kv_files: bool = False
     """The ranks keep files of KV blocks."""
     max_stored_ahead: int = 0
@@ -351,8 +358,15 @@ def scheduler_limits(
         max_itl_ms=max_itl_ms,
         routed_experts=model.metadata.routed_experts,
         num_host_blocks=model.num_host_blocks,
+        has_device_tier=config.cache.kv_tier_memory == "device",
         has_kv_files=config.cache.kv_files,
+        max_stored_ahead=_stored_ahead(model.num_host_blocks, config.cache.kv_host_memory_bytes),
     )
+
+
+def _stored_ahead(num_host_blocks: int, host_bytes: int) -> int:
+    """Return how many blocks may be stored ahead in a step, of a host tier of this size."""
+    return max(1, STORED_AHEAD_BYTES * num_host_blocks // host_bytes) if num_host_blocks else 0
 
 
 def _lookahead(config: SpeculativeConfig) -> int:

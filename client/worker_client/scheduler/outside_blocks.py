@@ -2,13 +2,16 @@
 memory, in files, in both or in neither. A key is a block's hash and a byte for its KV group."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
-from worker_client.scheduler.block_pool import OnEvict
+from worker_client.scheduler.block_pool import OnEvict, OnFree
 from worker_client.scheduler.filed_blocks import FetchedBlocks
 from worker_client.scheduler.host_tier import HostPlace
+from worker_client.scheduler.idle_blocks import IdleBlocks
 from worker_client.scheduler.interface import SchedulerLimits
 from worker_client.scheduler_output import SchedulerOutput, StepValues
+from worker_client.steps.block_moves import BlockMoves, HostMoves
 from worker_client.steps.cached_blocks import CachedBlocks
 
 
@@ -39,7 +42,7 @@ class OutsidePlace(Protocol):
     def evict(self, contents: Mapping[int, bytes]) -> None:
         """Note that blocks, which have these contents, lose them with the next step."""
 
-    def take_moves(self, tag: bytes) -> tuple[StepValues, ...]:
+    def take_moves(self, tag: bytes) -> tuple[BlockMoves, ...]:
         """Return what the step that is sent now moves. tag: of the hashes."""
 
     def fail(self, outputs: Iterable[SchedulerOutput]) -> None:
@@ -69,6 +72,9 @@ class OutsideBlocks:
         self.tier: HostPlace | None = None
         self.files: FetchedBlocks | None = None
         self._places: list[OutsidePlace] = []
+        self._idle = IdleBlocks()
+        self._are_idle = True
+        """True if all that the next step loads goes to idle blocks."""
         if limits.num_host_blocks and limits.shares_prefixes:
             self.tier = HostPlace(limits.num_host_blocks)
             self._places.append(self.tier)
@@ -89,6 +95,11 @@ class OutsideBlocks:
     def on_evict(self) -> OnEvict | None:
         """Callback of a pool, for the contents that its allocations take."""
         return self.evict if self._places else None
+
+    @property
+    def on_free(self) -> OnFree | None:
+        """Callback of a pool, for the blocks that requests give back."""
+        return None if self.tier is None else self._idle.leave
 
     @property
     def has_moves(self) -> bool:
@@ -121,6 +132,9 @@ class OutsideBlocks:
         for place in self._places if loaded_again else ():
             place.cancel_loads(loaded_again)
         self._loads.update(contents)
+        # Loads beside steps and those that steps wait for are in no order but by steps.
+        if not self._idle.have(contents) or not contents.keys().isdisjoint(self.loading_beside):
+            self._are_idle = False
         left, (*places, last) = contents, self._places
         for place in places:
             held = place.held(left.values())
@@ -167,11 +181,30 @@ class OutsideBlocks:
         if self.tier is not None:
             self.tier.slots.give_way(keys)
 
+    def step_ended(self, *, has_tokens: bool) -> None:
+        """Note that the oldest step in flight has its result, before its requests end."""
+        self._idle.step_ended(has_tokens=has_tokens)
+
     def take_moves(self, tag: bytes) -> tuple[StepValues, ...]:
+        if not self._places:
+            return ()
+        moves = [each for place in self._places for each in place.take_moves(tag)]
+        self._idle.step_sent()
+        if not moves:
+            return ()
+        stored = {block_id for each in moves for block_id in each.stored[0]}
+        self._idle.leave(stored)
+        are_idle, self._are_idle = self._are_idle and stored.isdisjoint(self._loads), True
         self._loads.clear()
-        return tuple(moves for place in self._places for moves in place.take_moves(tag))
+        return tuple(
+            replace(each, are_idle=True)
+            if are_idle and isinstance(each, HostMoves) and each.loaded.block_ids
+            else each
+            for each in moves
+        )
 
     def fail(self, outputs: Sequence[SchedulerOutput]) -> None:
+        self._idle.steps_failed()
         self._loads.clear()
         for place in self._places:
             place.fail(outputs)

@@ -21,13 +21,13 @@ LEAST_BLOCKS: Final = 64
 2.5 ms, which is less than the wait for the steps in between."""
 NEW_SHARE: Final = 0.5
 """Share of the newest measurement in the mean of a time."""
-NEWS_SHARE: Final = 1.25
-"""Share of the time of the steps in flight within which the news of a load has to be expected, so
-that it has ended by their end: the news comes up to a step later, with a result."""
+STEPS_SHARE: Final = 1.1
+"""Share of the time of the steps in flight within which the end of a load has to be expected: for
+the rest the step that uses it waits on the device."""
 
 
 class LoadTimes:
-    """Tells when loads are expected to arrive, by the time that earlier ones took for each block.
+    """Tells when loads are expected to end, by the time that earlier ones took for each block.
     They follow each other. Times are in seconds, as results of steps tell of them."""
 
     def __init__(self) -> None:
@@ -38,15 +38,15 @@ class LoadTimes:
         self._last_expected = 0.0
 
     def expect(self, now: float, num_blocks: int) -> float | None:
-        """Return when the news of a load that begins now will come; None: nobody knows."""
+        """Return when a load that begins now will have ended; None: nobody knows."""
         if self._block_s is None:
             return None
         self._last_expected = max(now, self._last_expected) + num_blocks * self._block_s
         return self._last_expected
 
     def note_arrival(self, begun: float, now: float, num_blocks: int) -> None:
-        """Note that the news has come of a load that was begun before."""
-        took = now - max(begun, self._last_arrival)
+        """Note that a load has ended that was begun before, and when."""
+        took = max(0.0, now - max(begun, self._last_arrival))
         self._block_s = _mean(self._block_s, took / num_blocks)
         self._last_arrival = now
 
@@ -66,7 +66,7 @@ class LoadTimes:
         waits for the rest of one delays the tokens of all."""
         if expected is None or self._step_s is None:
             return False
-        return expected - now <= NEWS_SHARE * num_steps * self._step_s
+        return expected - now <= STEPS_SHARE * num_steps * self._step_s
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class _PrefixLoad:
     block_ids: set[int]
     begun: float
     expected: float | None
-    """The time at which the news of it will come; None: nobody knows."""
+    """The time at which it will have ended; None: nobody knows."""
     num_blocks: int
     is_awaited: bool = True
     """Its request is out of line."""
@@ -119,16 +119,25 @@ class PrefixLoads:
         self._queues.load(request)
         return True
 
-    def note_result(self) -> None:
-        """Note that a step's result has come, and what it tells of arrivals."""
+    def note_result(self, arrived_s_ago: float = 0.0) -> None:
+        """Note that a step's result has come, and what it tells of arrivals: how long ago the last
+        of them was."""
         if not self._loads:
             return
         now = self._clock()
         self._times.note_result(now)
-        for req_id, load in [*self._loads.items()]:
-            if load.block_ids.isdisjoint(self._outside.loading_beside):
-                self._times.note_arrival(load.begun, now, load.num_blocks)
-                self._release(req_id)
+        beside = self._outside.loading_beside
+        ended = {
+            req_id: load
+            for req_id, load in self._loads.items()
+            if load.block_ids.isdisjoint(beside)
+        }
+        if ended:  # several follow each other
+            num_blocks = sum(load.num_blocks for load in ended.values())
+            begun = min(load.begun for load in ended.values())
+            self._times.note_arrival(begun, now - arrived_s_ago, num_blocks)
+        for req_id in ended:
+            self._release(req_id)
         if not self._loads:
             self._times.pause()
 

@@ -108,12 +108,12 @@ class PrefixSearch:
             found.append(keys_in(group, [each for each in names if each not in cached]))
         return found
 
-    def keys_of(self, request: Request) -> list[bytes]:
-        """Return the keys of the blocks that the longest prefix of a request takes, by group: in
-        groups with windows, those that its next token sees."""
+    def keys_of(self, request: Request, num_more: int = 0) -> list[bytes]:
+        """Return the keys of the blocks that the longest prefix of a request takes once it has so
+        many more tokens, by group: in groups with windows, those that its next token sees."""
         if not request.prefix.may_share:
             return []
-        hashes, length = self._hashes.of(request), self._most(request)
+        hashes, length = self._hashes.of(request), self._most(request, num_more)
         found = []
         for group, blocks in enumerate(self._groups):
             first = blocks_behind(length * self._hashes.unit, blocks)
@@ -124,9 +124,10 @@ class PrefixSearch:
     def _may_begin(self, request: Request) -> bool:
         return self._is_enabled and request.prefix.may_share
 
-    def _most(self, request: Request) -> int:
+    def _most(self, request: Request, num_more: int = 0) -> int:
         """Return the length in hashes of the longest prefix that a request may have."""
-        return request.most_cached // self._hashes.unit // self._step * self._step
+        most = min(request.most_cached + num_more, len(request.tokens))
+        return most // self._hashes.unit // self._step * self._step
 
     def _served_length(self, found: Sequence[_Found], hashes: Sequence[bytes], most: int) -> int:
         """Return the length in hashes, at most `most`, of the longest prefix that every group can

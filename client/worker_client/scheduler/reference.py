@@ -94,6 +94,7 @@ class Scheduler:
             len(limits.block_groups),
             limits.checkpoint_blocks,
             self._outside.on_evict,
+            self._outside.on_free,
         )
         self._search = PrefixSearch(limits, self._hashes, self._pool, self._outside.if_any)
         self._prefixes = PrefixCache(limits, self._hashes, self._pool, self._outside)
@@ -116,7 +117,7 @@ class Scheduler:
         most = min(limits.max_num_seqs, most)
         self._queues = RequestQueues(self._blocks, self._groups, most, urgency)
         self._loads: PrefixLoads | None = None
-        if self._outside.tier is not None:
+        if self._outside.tier is not None and not limits.has_device_tier:
             self._loads = PrefixLoads(self._outside, self._queues, self._blocks, clock)
         self._stores_ahead: StoresAhead | None = None
         if limits.max_stored_ahead and self._outside.tier and self._pool.ranked:
@@ -359,12 +360,14 @@ class Scheduler:
         if self._weights.changes or self._updates.aborting:
             done += self._updates.follow()
         self._steps.end_oldest()
+        if self._outside.tier is not None:
+            self._outside.step_ended(has_tokens=bool(result.req_ids))
         if result.invalid_blocks:
             self._exits.give_up_blocks(result.invalid_blocks)
         if result.arrived_blocks:
             self._outside.have_arrived(result.arrived_blocks)
         if self._loads is not None:
-            self._loads.note_result()
+            self._loads.note_result(result.arrived_s_ago)
         if result.weights_version != self._weights.version:
             self._weights.set_version(result.weights_version, self._queues.unfinished.values())
         done += self._results.take(result)
@@ -393,6 +396,20 @@ class Scheduler:
             return Jump(count, self._exits.finish(request, reason))
         self._queues.jump(request)
         return Jump(count)
+
+    @property
+    def weights_key(self) -> bytes:
+        """Names the present weights; see ExchangingScheduler."""
+        return self._hashes.weights
+
+    def begin_output(self, req_id: str, token_id: int) -> Jump:
+        """Let a held request begin its output with a token; see ExchangingScheduler."""
+        request = self._queues.unfinished.get(req_id)
+        if request is None or not request.is_new or request.reported is not None:
+            return NO_JUMP
+        request.num_tokens += 1  # as if a step in flight sampled it
+        done = self._results.take(StepResult([req_id], [token_id]))
+        return Jump(1, done[0] if done else None)
 
     def _num_drafts_of(self, request: Request) -> int:
         """Return how many forced tokens the next step of a request may have as drafts."""
@@ -465,8 +482,8 @@ class Scheduler:
         """Blocks that other groups get and give; see ExchangingScheduler."""
         return self._exchange
 
-    def _keys_of(self, req_id: str) -> list[bytes]:
-        return self._search.keys_of(self._queues.unfinished[req_id])
+    def _keys_of(self, req_id: str, num_more: int) -> list[bytes]:
+        return self._search.keys_of(self._queues.unfinished[req_id], num_more)
 
     @property
     def has_host_tier(self) -> bool:

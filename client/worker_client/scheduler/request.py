@@ -245,6 +245,12 @@ class Request:
         return self.admission >= 0
 
     @property
+    def is_new(self) -> bool:
+        """True if it has its prompt alone, and no step has had it."""
+        has_prompt = len(self.tokens) == self.num_tokens == self.num_prompt_tokens
+        return has_prompt and not (self.is_running or self.num_void or self.pools)
+
+    @property
     def stopped_text(self) -> str | None:
         """The text that a stop string has ended."""
         return None

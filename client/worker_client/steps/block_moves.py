@@ -102,6 +102,8 @@ class HostMoves(BlockMoves):
     num_beside: int = 0
     """The last so many loads run beside this step and later ones, of which those wait that give
     their blocks to a request. StepResult.arrived_blocks tells when they are there."""
+    are_idle: bool = False
+    """No step in flight touches the loaded blocks: they are loaded without waiting for any."""
 
     def _message(self, hash_bytes: int) -> HostTierMoves:
         return HostTierMoves(
@@ -114,6 +116,7 @@ class HostMoves(BlockMoves):
             load_slots=_packed(self.loaded.slots),
             load_hashes=b"".join(self.loaded.hashes),
             num_beside=self.num_beside,
+            are_idle=self.are_idle,
         )
 
 

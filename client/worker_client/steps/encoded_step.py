@@ -238,7 +238,8 @@ def decode_outcome(
     if reply.invalid_blocks or reply.arrived_blocks:
         invalid = _read_blocks("invalid_blocks", reply.invalid_blocks)
         arrived = _read_blocks("arrived_blocks", reply.arrived_blocks)
-        return replace(result, invalid_blocks=invalid, arrived_blocks=arrived)
+        ago_s = reply.arrived_us_ago / 1e6
+        return replace(result, invalid_blocks=invalid, arrived_blocks=arrived, arrived_s_ago=ago_s)
     return result
 
 

@@ -249,7 +249,4 @@ class JumpForwardPart(DriverPart):
             self._jump(flight.output.num_requests)
 
     def _jump(self, num_running: int) -> None:
-        gained, finished = self._jumps.proceed(num_running)
-        if gained.req_ids and self._context.on_result is not None:
-            self._context.on_result(gained)
-        self._context.requests.end(finished)
+        self._context.gain(*self._jumps.proceed(num_running))

@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import Literal, NamedTuple, TypeAlias
 
 from worker_client.scheduler_output import SchedulerOutput, StepResult
@@ -77,9 +78,13 @@ class RunTimes:
             )
         )
         self._last_result = now
+        self.tokens_came(result.req_ids)
+
+    def tokens_came(self, req_ids: Iterable[str]) -> None:
+        """Note that requests have got tokens."""
         if self._without_token:
-            first = self._without_token.intersection(result.req_ids)
-            self._first_token.update(dict.fromkeys(first, now))
+            first = self._without_token.intersection(req_ids)
+            self._first_token.update(dict.fromkeys(first, time.monotonic()))
             self._without_token -= first
 
     def finished(self, req_id: str) -> None:

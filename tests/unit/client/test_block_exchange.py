@@ -33,7 +33,7 @@ class Modelled:
         self.wanted = []
         self.steps = SimpleNamespace(next=0, oldest=0, num_failures=0)
         self.exchange = HostBlockExchange(
-            self.tier, self.pool, lambda req_id: self.wanted, self.names, self.steps
+            self.tier, self.pool, lambda req_id, num_more: self.wanted, self.names, self.steps
         )
         self.outgoing = self.exchange.outgoing
         self.num_kinds = len({*groups})

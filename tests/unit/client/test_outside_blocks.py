@@ -51,7 +51,17 @@ class Rank:
         self.beside = deque()
         """Loads beside steps that have not been told of, each with the contents of its blocks, or
         {} once these are there."""
-        self.counts = dict.fromkeys(("tier", "files", "both", "bad", "beside"), 0)
+        self.launched = deque()
+        """Number of each step that may still run, and the blocks that it reads or writes."""
+        self.num_launched = self.num_told = 0
+        self.counts = dict.fromkeys(("tier", "files", "both", "bad", "beside", "idle"), 0)
+
+    def tell(self, result):
+        """Give the driver the oldest step's result: those before it have ended if it has tokens."""
+        while result.req_ids and self.launched and self.launched[0][0] < self.num_told:
+            self.launched.popleft()
+        self.num_told += 1
+        return result
 
     def fetch(self, tag, hashes):
         """The group's part: some reads take their time."""
@@ -74,6 +84,14 @@ class Rank:
         for moves in output.extensions:
             used += [*moves.stored[0], *moves.loaded[0]]
         self._await(used)
+        stored = {block for moves in output.extensions for block in moves.stored[0]}
+        for moves in output.extensions:
+            if isinstance(moves, HostMoves) and moves.are_idle:
+                loads = {*moves.loaded.block_ids}
+                self.counts["idle"] += len(loads)
+                assert loads and not loads & stored
+                assert not any(loads & {*blocks} for blocks, _ in self.beside)
+                assert not any(loads & touched for _, touched in self.launched)
         invalid = self._move(output.extensions)
         self._await(used)
         for new in output.scheduled_new_reqs:
@@ -86,6 +104,12 @@ class Rank:
             for req_id, block_ids in given.items():
                 self.rows[req_id][1][group] += block_ids
         counts = dict.fromkeys(output.decode_req_ids, 1) | dict(output.num_scheduled_tokens)
+        touched = {*stored}
+        for _, tables, first in map(self.rows.get, counts):
+            for table, group in zip(tables, self.groups, strict=True):
+                touched.update(table[blocks_behind(first, group) :])
+        self.launched.append((self.num_launched, touched))
+        self.num_launched += 1
         sampled = {req_id: self._compute(req_id, count) for req_id, count in counts.items()}
         sampled = {req_id: token for req_id, token in sampled.items() if token is not None}
         arrived = self._arrive()
@@ -252,9 +276,11 @@ def run(rng, rank, scheduler, part, trouble=0.2):
         if step is not None:
             in_flight.append((step, rank.run(step)))
         if in_flight and (step is None or rng.random() < 0.5):
-            outputs |= {o.req_id: o for o in scheduler.update_from_output(*in_flight.popleft())}
-    for left in in_flight:
-        scheduler.update_from_output(*left)
+            sent, result = in_flight.popleft()
+            done = scheduler.update_from_output(sent, rank.tell(result))
+            outputs |= {output.req_id: output for output in done}
+    for sent, result in in_flight:
+        scheduler.update_from_output(sent, rank.tell(result))
     return outputs
 
 
@@ -307,6 +333,7 @@ def test_requests_begin_with_what_they_need_from_any_mixture_of_places(
                     rank.slots.clear()
         rank.fetched.clear()
     assert not rank.counts["beside"] or least_beside == 1
+    assert rank.counts["idle"] <= rank.counts["tier"]
     assert rank.counts["beside"] or least_beside > 1 or seed > 4 or rank.num_slots < 6, seed
     assert rank.counts["files"] and (rank.counts["tier"] or rank.num_slots < 6), (seed, rank.counts)
 

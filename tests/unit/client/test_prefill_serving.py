@@ -7,19 +7,25 @@ from types import SimpleNamespace
 
 import pytest
 
+from rpc_schema.identity import ContentIdentity
 from tests.support.flat_requests import flat_request
 from tests.unit.client.test_outgoing_contents import LIMITS, ModelledRank
 from worker_client.driver_parts.remote_prefill import (
+    FirstToken,
     LinkLeft,
     MoveConfirmed,
     MoveToReceive,
     PromptOver,
     SlotsWanted,
+    first_token_sampling,
 )
 from worker_client.group.kv_transfers import MovesReport
+from worker_client.group.weights_state import WeightsVersion
 from worker_client.replicas.prefill_serving import PrefillServing
 from worker_client.scheduler import Scheduler
 from worker_client.scheduler_output import StepResult
+
+OTHER_WEIGHTS = WeightsVersion(1, ContentIdentity(content=b"other"))
 
 
 class ModelledDriver:
@@ -83,7 +89,8 @@ class Sending:
         other, request = Scheduler(LIMITS), flat_request("r", tokens, max_tokens=3)
         other.add_request(request)
         self.names = other.exchange.lacking("r")
-        self.serving.compute(1, request, self.names)
+        sampling = first_token_sampling(request)
+        self.serving.compute(1, request, self.names, sampling)
         assert isinstance(self.told.pop(0), SlotsWanted)
         self.serving.grant(self.link, 1, self.names)
 
@@ -120,3 +127,17 @@ def test_steps_that_fail_confirm_nothing_and_end_the_link(num_steps):
     assert sending.kinds(LinkLeft) == [LinkLeft(5)]
     sending.serving.drop(1)
     assert sending.driver.scheduler.exchange.num_slots == 0
+
+
+def test_the_first_token_is_told_when_it_is_there_unless_weights_have_changed():
+    for is_changed in (False, True):
+        sending = Sending(30)
+        if is_changed:
+            sending.driver.scheduler.use_weights(OTHER_WEIGHTS)
+        for _ in range(20):
+            sending.serving.proceed()
+        wanted = FirstToken(1, sending.driver.scheduler.weights_key, 7)
+        assert sending.kinds(FirstToken) == ([] if is_changed else [wanted])
+        if not is_changed:
+            last = sending.kinds(MoveConfirmed)[-1]
+            assert sending.told.index(wanted) < sending.told.index(last)

@@ -14,6 +14,7 @@ from worker_client.driver_parts import remote_prefill
 from worker_client.driver_parts.remote_prefill import (
     Described,
     Ended,
+    FirstToken,
     LinkLeft,
     MoveConfirmed,
     MoveToReceive,
@@ -25,6 +26,7 @@ from worker_client.driver_parts.remote_prefill import (
 )
 from worker_client.errors import WorkerDied
 from worker_client.group.kv_transfers import MovesReport
+from worker_client.scheduler import Jump
 from worker_client.scheduler.block_exchange import HostBlockExchange
 from worker_client.scheduler.block_pool import BlockPool
 from worker_client.scheduler.content_names import ContentNames
@@ -102,7 +104,9 @@ class ModelledGroup:
 
         self.commands.append(opened)
 
-    def compute(self, number, request, names):
+    def compute(self, number, request, names, sampling):
+        assert sampling is not None
+
         def begun():
             self.prompts[number] = SimpleNamespace(left=list(names), granted=None, asked=False)
 
@@ -145,6 +149,9 @@ class ModelledGroup:
         while any(own == number for own, _, _ in self.unconfirmed) and self.rng.random() < 0.9:
             self.confirm()
         del self.prompts[number]
+        if self.rng.random() < 0.5:
+            is_same = self.rng.random() < 0.9
+            self.tell(FirstToken(number, b"weights" if is_same else b"other", 7 + (not is_same)))
         self.tell(PromptOver(number))
 
     def act(self):
@@ -198,12 +205,25 @@ class DecodingSide:
         self.tier, self.keys, self.num_requests = HostPlace(NUM_SLOTS), {}, 0
         pool, names = BlockPool(8, len(groups)), ContentNames(groups, TAG)
         steps = SimpleNamespace(next=0, oldest=0, num_failures=0)
-        self.exchange = HostBlockExchange(self.tier, pool, self.keys.get, names, steps)
+        self.exchange = HostBlockExchange(self.tier, pool, self.keys_of, names, steps)
         self.names = names
         self.prefix_tag, self.num_groups, self.held = b"prefix", len(groups), set()
         self.ranks, self.prefill = ModelledRanks(self.rng), ModelledGroup(self.rng)
-        group = SimpleNamespace(transfers=self.ranks)
-        self.part = RemotePrefillPart(SimpleNamespace(group=group), self, self.prefill)
+        self.begun, self.gained, self.weights_key = [], [], b"weights"
+        context = SimpleNamespace(group=SimpleNamespace(transfers=self.ranks), gain=self.gain)
+        self.part = RemotePrefillPart(context, self, self.prefill)
+
+    def keys_of(self, req_id, num_more):
+        is_shorter = not num_more and self.num_groups == 1
+        return self.keys[req_id][: -1 if is_shorter else None]
+
+    def begin_output(self, req_id, token_id):
+        assert req_id in self.held and token_id == 7
+        self.begun.append(req_id)
+        return Jump(1, None)
+
+    def gain(self, gained, finished):
+        self.gained += gained.req_ids
 
     def hold_request(self, req_id):
         self.held.add(req_id)
@@ -267,3 +287,5 @@ def test_each_request_is_admitted_and_no_slot_is_lost(seed, groups, monkeypatch)
     counts = side.prefill.counts
     assert counts.num_blocks >= counts.num_early_blocks > 0, (seed, counts.prompts)
     assert counts.prompts["moved"] > 0, (seed, counts.prompts)
+    assert side.gained == side.begun != []
+    assert len({*side.begun}) == len(side.begun)

@@ -71,7 +71,7 @@ class FileConnector:
         moves = self._moves_of(step)
         if moves is None:
             return
-        self._staging.begin_step()
+        self._staging.await_departures()
         if moves.store_blocks.size:
             self._store(moves.store_blocks, self._names(moves.tag, moves.store_hashes))
 

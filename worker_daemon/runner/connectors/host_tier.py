@@ -91,6 +91,8 @@ class Moves(NamedTuple):
     """[L, bytes of a hash]"""
     num_beside: int
     """The last so many loads run beside steps."""
+    are_idle: bool
+    """Loads wait for no step before."""
 
 
 @dataclass(slots=True, eq=False)
@@ -215,7 +217,8 @@ class HostTier:
         moves = self._moves_of(step)
         if moves is None:
             return
-        self._staging.begin_step()
+        if not self.have_left(moves.load_slots):
+            self._staging.await_departures()
         if not moves.store_slots.size:
             return
         tag = versioned_tag(moves.tag, self._weights.version)
@@ -224,6 +227,7 @@ class HostTier:
         self._staging.store(moves.store_blocks, leave)
         contents = self._state.host_contents
         contents.store(tag, moves.store_slots, moves.store_hashes, step.seq)
+        self._state.draft_gaps.store(moves.store_blocks, moves.store_slots)
         self.counts.num_stored += moves.store_slots.size
 
     def load(self, step: ScheduledStep) -> Loaded | None:
@@ -232,7 +236,8 @@ class HostTier:
         if moves is None:
             return None
         end = moves.load_slots.size - moves.num_beside
-        return self._load(moves, slice(end), step.seq, self._staging.load)
+        load = partial(self._staging.load, waits=not moves.are_idle)
+        return self._load(moves, slice(end), step.seq, load)
 
     def load_beside(self, step: ScheduledStep) -> Loaded | None:
         """See KVConnector."""
@@ -240,7 +245,8 @@ class HostTier:
         if moves is None:
             return None
         first = moves.load_slots.size - moves.num_beside
-        return self._load(moves, slice(first, None), step.seq, self._staging.load_beside)
+        load = partial(self._staging.load_beside, waits=not moves.are_idle)
+        return self._load(moves, slice(first, None), step.seq, load)
 
     def moved_blocks(self, step: ScheduledStep) -> Int32s:
         """See KVConnector."""
@@ -257,6 +263,7 @@ class HostTier:
         blocks, slots = moves.load_blocks[part][order], moves.load_slots[part][order]
         hashes = moves.load_hashes[part][order]
         self._state.contents.write(blocks, seq)
+        self._state.draft_gaps.load(blocks, slots)
         tag = versioned_tag(moves.tag, self._weights.version)
         are_held = self._state.host_contents.hold(tag, slots, hashes)
         ways = self._arriving(slots), partial(self._settle, hashes), self._in_place(slots)
@@ -277,7 +284,7 @@ class HostTier:
         departures, numbers = self._staging.departures, self._departures
 
         def have_left(slots: Int32s) -> bool:
-            return bool(numbers[slots].max() <= departures.num_left())
+            return bool(numbers[slots].max(initial=0) <= departures.num_left())
 
         return have_left
 
@@ -289,6 +296,7 @@ class HostTier:
         """Note what has come from other groups before the step of this seq."""
         while self.arrivals:
             tag, version, slots, hashes = self.arrivals.popleft()
+            self._state.draft_gaps.receive(slots)
             if version == self._weights.version:
                 tag = versioned_tag(tag, version)
                 # As of the step before: the failure of this one is none of theirs.

@@ -109,8 +109,9 @@ class BlockStaging:
         """P: blocks move in parts of so many, the last one of fewer."""
         return self._outgoing.shape[1]
 
-    def begin_step(self) -> None:
-        """Let the loads of a step see what has left before: call it before its stores."""
+    def await_departures(self) -> None:
+        """Let the loads of a step wait until all that is leaving has left: call it before the
+        step's stores, which none of its loads sees."""
         self._order.loads.see_stores()
         self._order.loads_beside.see_stores()
 
@@ -150,12 +151,16 @@ class BlockStaging:
         arrive: Arrive,
         settle: Settle,
         in_place: InPlace = (),
+        *,
+        waits: bool = True,
     ) -> Loaded:
         """Let blocks [L] arrive before the steps that are launched later, and fill those with NaN
         that do not have their checksum. are_held: bool [L], False for blocks that are not there at
-        all."""
+        all. waits: for the steps that were launched before."""
         lane, buffers = self._order.loads, self._incoming
-        loaded = self._load(lane, buffers, block_ids, are_held, arrive, settle, in_place)
+        loaded = self._load(
+            lane, buffers, block_ids, are_held, arrive, settle, in_place, waits=waits
+        )
         loaded.end.await_in_steps()
         return loaded
 
@@ -166,11 +171,13 @@ class BlockStaging:
         arrive: Arrive,
         settle: Settle,
         in_place: InPlace = (),
+        *,
+        waits: bool = True,
     ) -> Loaded:
         """Let blocks [L] arrive beside steps: as load(), but a step that reads or writes them has
         to wait for the arrival first."""
         lane, buffers = self._order.loads_beside, self._incoming_beside
-        return self._load(lane, buffers, block_ids, are_held, arrive, settle, in_place)
+        return self._load(lane, buffers, block_ids, are_held, arrive, settle, in_place, waits=waits)
 
     def settle(self) -> None:
         """Wait for all copies."""
@@ -185,6 +192,8 @@ class BlockStaging:
         arrive: Arrive,
         settle: Settle,
         in_place: InPlace,
+        *,
+        waits: bool = True,
     ) -> Loaded:
         device = buffers.device
         with lane.beginning():
@@ -194,7 +203,8 @@ class BlockStaging:
             )
         if in_place:
             with lane.through(0):
-                lane.await_steps(0)
+                if waits:
+                    lane.await_steps(0)
                 for part, rows in in_place:
                     # A kernel is compiled again for a pointer that is aligned to less.
                     own = ids[part].clone() if part.start % _ALIGNED_IDS else ids[part]
@@ -205,7 +215,7 @@ class BlockStaging:
             with lane.through(buffer):
                 for number, (_, part, rows) in enumerate(parts[buffer::depth]):
                     arrive(part, rows)
-                    if not number:
+                    if waits and not number:
                         lane.await_steps(buffer)
                     self._checksums.deliver(rows, ids[part], self._pages, sums[part])
         with lane.ending():

@@ -64,6 +64,7 @@ class HostTierPart(StepPart):
             load_slots,
             read_hashes("load_hashes", extension.load_hashes, load_blocks.size, width),
             extension.num_beside,
+            extension.are_idle,
         )
 
     def loaded_blocks(self, step_values: Moves) -> Int32s:
