@@ -45,6 +45,7 @@ from rpc_schema.step import ExecuteModel, ModelRunnerOutput
 from worker_client.scheduler_output import LockstepOutput, NewRequest, SchedulerOutput
 from worker_client.steps.encoded_step import decode_reply
 from worker_client.steps.lockstep import LockstepSlots
+from worker_client.steps.lockstep_step import ReplicaReplies
 from worker_client.steps.slots import SlotTable
 from worker_client.steps.step_checks import GroupLimits
 from worker_client.wire.endpoint import new_driver_id, parse_endpoint
@@ -268,20 +269,19 @@ class DaemonGroup:
         assert isinstance(reply, ModelRunnerOutput), reply
         return decode_reply(encoded, reply, frames[1:]).token_ids
 
-    def step_of_replicas(self, table: LockstepSlots, output: LockstepOutput) -> list[int]:
+    def step_of_replicas(self, table: LockstepSlots, output: LockstepOutput) -> Sequence[int]:
         """Encode, send each replica its part, receive all replies, decode; return the sampled
         tokens."""
         self._seq += 1
         encoded = table.encode(output, epoch=1, link=self._link, seq=self._seq)
         for client, frames in zip(self._clients, encoded.by_replica, strict=True):
             client.send(frames)
-        token_ids: list[int] = []
+        replies = ReplicaReplies(encoded, self.size)
         for _ in self._clients:
             frames = self._receive(1)
             reply = decode_step_reply(frames)
-            assert isinstance(reply, ModelRunnerOutput), reply
-            token_ids += decode_reply(encoded.parts[reply.rank], reply, frames[1:]).token_ids
-        return token_ids
+            replies.take(reply.rank, reply, frames[1:])
+        return replies.result().token_ids
 
     def close(self) -> None:
         self._lease.stop()

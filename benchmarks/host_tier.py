@@ -19,10 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.local_group import devices_of, local_group
+from benchmarks.local_group import devices_of, dummy_model, local_group
 from rpc_schema.config import (
     CacheConfig,
-    ModelConfig,
     ParallelConfig,
     SchedulerConfig,
     WorkerConfig,
@@ -120,11 +119,10 @@ def worker_config(options: argparse.Namespace) -> WorkerConfig:
     """Return the group's configuration."""
     return WorkerConfig(
         parallel=ParallelConfig(),
-        model=ModelConfig(
-            model=str(options.model.resolve()),
-            dtype="float32" if options.device == "cpu" else "bfloat16",
-            load_format="dummy",
-            max_model_len=max(options.tokens, DECODE_CONTEXT + options.decode_tokens) + 1,
+        model=dummy_model(
+            options.model,
+            options.device,
+            max(options.tokens, DECODE_CONTEXT + options.decode_tokens) + 1,
         ),
         scheduler=SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=8192),
         cache=CacheConfig(block_size=BLOCK_SIZE, kv_host_memory_bytes=options.host_bytes),

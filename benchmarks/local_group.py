@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from rpc_schema.config import ParallelConfig
+from rpc_schema.config import ModelConfig, ParallelConfig
 from worker_client.launcher import Command, LocalDaemons
 from worker_client.worker_group import WorkerGroup
 
@@ -14,6 +14,17 @@ from worker_client.worker_group import WorkerGroup
 def devices_of(kind: str, count: int = 1) -> list[str]:
     """Return a device for each of `count` ranks: the CPU ("cpu"), or the first GPUs ("cuda")."""
     return ["cpu" if kind == "cpu" else f"cuda:{index}" for index in range(count)]
+
+
+def dummy_model(path: Path, device: str, max_model_len: int) -> ModelConfig:
+    """Return a model with weights of no meaning, in the type that benchmarks on a kind of device
+    use. path: of its config.json."""
+    return ModelConfig(
+        model=str(path.resolve()),
+        dtype="float32" if device == "cpu" else "bfloat16",
+        load_format="dummy",
+        max_model_len=max_model_len,
+    )
 
 
 class LocalGroup(NamedTuple):

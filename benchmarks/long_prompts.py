@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.host_tier import Results
-from benchmarks.local_group import devices_of, local_group
+from benchmarks.local_group import devices_of, dummy_model, local_group
 from benchmarks.poisson import JsonFigure, read_targets
-from rpc_schema.config import ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
+from rpc_schema.config import ParallelConfig, SchedulerConfig, WorkerConfig
 from worker_client.driver import Driver
 from worker_client.driver_parts.registry import DriverOptions
 from worker_client.group.loading import LoadedGroup
@@ -102,11 +102,8 @@ def main(words: Sequence[str] | None = None) -> None:
     lengths = [int(part) for part in options.tokens.split(",")]
     config = WorkerConfig(
         parallel=ParallelConfig(),
-        model=ModelConfig(
-            model=str(options.model.resolve()),
-            dtype="float32" if options.device == "cpu" else "bfloat16",
-            load_format="dummy",
-            max_model_len=max(*lengths, DECODE_CONTEXT + DECODE_TOKENS) + 1,
+        model=dummy_model(
+            options.model, options.device, max(*lengths, DECODE_CONTEXT + DECODE_TOKENS) + 1
         ),
         scheduler=SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=8192),
     )

@@ -30,11 +30,10 @@ from typing import TypeAlias
 import numpy as np
 
 from benchmarks import workloads
-from benchmarks.local_group import devices_of, local_group
+from benchmarks.local_group import devices_of, dummy_model, local_group
 from benchmarks.workloads import TimedRequest
 from rpc_schema.config import (
     CacheConfig,
-    ModelConfig,
     ParallelConfig,
     SchedulerConfig,
     WorkerConfig,
@@ -138,12 +137,7 @@ def worker_config(options: argparse.Namespace) -> WorkerConfig:
     length = options.tokens_in + options.tokens_out
     return WorkerConfig(
         parallel=ParallelConfig(pipeline_parallel_size=options.pp, tensor_parallel_size=options.tp),
-        model=ModelConfig(
-            model=str(options.model.resolve()),
-            dtype="float32" if options.device == "cpu" else "bfloat16",
-            load_format="dummy",
-            max_model_len=length,
-        ),
+        model=dummy_model(options.model, options.device, length),
         scheduler=SchedulerConfig(
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,

@@ -31,10 +31,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.local_group import devices_of
+from benchmarks.local_group import devices_of, dummy_model
 from rpc_schema.config import (
     CacheConfig,
-    ModelConfig,
     ParallelConfig,
     SchedulerConfig,
     WorkerConfig,
@@ -187,12 +186,7 @@ def worker_config(options: argparse.Namespace) -> WorkerConfig:
     length = max(options.tokens, DECODE_CONTEXT) + options.tokens_out + 1
     return WorkerConfig(
         parallel=ParallelConfig(),
-        model=ModelConfig(
-            model=str(options.model.resolve()),
-            dtype="float32" if options.device == "cpu" else "bfloat16",
-            load_format="dummy",
-            max_model_len=length,
-        ),
+        model=dummy_model(options.model, options.device, length),
         scheduler=SchedulerConfig(
             max_num_seqs=min(256, options.chunk), max_num_batched_tokens=options.chunk
         ),

@@ -65,8 +65,6 @@ class StateWorker:
 
     def execute_model(self, message: step.ExecuteModel, arrays: Sequence[Frame]) -> _Ready | None:
         assert self._state is not None
-        if self._counts is not None:
-            arrays = self._counts.take(message, arrays)
         scheduled = self._state.apply(message, arrays)
         if not self._answers:
             return None
@@ -111,7 +109,8 @@ class StateWorker:
             block_size=BLOCK_SIZE,
             num_blocks=NUM_BLOCKS,
         )
-        self._state = RequestState(limits, make_parts(limits, torch.device("cpu"), TorchSampling()))
+        parts = make_parts(limits, torch.device("cpu"), TorchSampling())
+        self._state = RequestState(limits, parts, self._counts)
         return self._done(message)
 
     def __getattr__(self, name: str) -> Callable[[StepMessage], StepReply]:

@@ -1,10 +1,10 @@
 """Times attention over sequences of unequal lengths: `python -m benchmarks.unequal_decodes`.
 
-Compares each sequence cut into as many splits, and decodes beside a prompt by the prompt's kernel
-("fixed"), with the device's schedule ("cut"), as a layer would launch them: in a CUDA graph of 32
-layers, which share one schedule, with dependent launch. They take turns at caches that together
-exceed the L2 cache. Times are medians over replays, divided by the layers. --pieces times other
-bounds of a piece's keys.
+Compares each sequence cut into as many splits, blocks of a prompt uncut, and decodes beside it by
+its kernel ("fixed"), with the device's schedule ("cut"), as a layer would launch them: in a CUDA
+graph of 32 layers, which share one schedule, with dependent launch. They take turns at caches that
+together exceed the L2 cache. Times are medians over replays, divided by the layers. --pieces times
+other bounds of a piece's keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.paged_attention import paged_attention
 from worker_daemon.kernels.paged_decode import rotate_and_attend
-from worker_daemon.kernels.tiles import MIN_PIECE_KEYS, DeviceLimits, run_at_once
+from worker_daemon.kernels.tiles import (
+    MIN_BLOCK_PIECE_KEYS,
+    MIN_PIECE_KEYS,
+    DeviceLimits,
+    run_at_once,
+)
 
 FIXED = 2**30
 """A bound that no sequence reaches: none is cut."""
@@ -67,6 +72,9 @@ def spread(count: int) -> Lengths:
 CASES = (
     Case("1x32768+512", [(1, 32768), (512, 512)]),
     Case("64x160+512", [(1, 160)] * 64 + [(512, 512)], 8192),
+    Case("64x1000+16@9984", [(1, 1000)] * 64 + [(16, 10000)]),
+    Case("32x1000+64@99936", [(1, 1000)] * 32 + [(64, 100000)]),
+    Case("900+64@99936", [(900, 900), (64, 100000)]),
     Case("1x32768+511x128", [(1, 32768)] + [(1, 128)] * 511),
     Case("1x131072+31x4096", [(1, 131072)] + [(1, 4096)] * 31),
     Case("4x30000", [(1, 30000)] * 4),
@@ -119,7 +127,7 @@ class Layers:
         self._batch: PagedBatch = replace(
             batch, history=[], kv_cache=cache, seq_order=order, max_seq_len=longest
         )
-        self._lens = batch.metadata.seq_lens_np
+        self._lens = batch.metadata.query_lens_np, batch.metadata.seq_lens_np
         limits = DeviceLimits.of(torch.device("cuda"))
         num_programs = batch.num_seqs * LLAMA_8B.num_kv_heads
         self._is_fused = case.is_decode and run_at_once(num_programs, limits)
@@ -137,7 +145,7 @@ class Layers:
             self._batch.query_start_loc, self._batch.seq_lens, self._batch.seq_order,
             self._batch.block_table, self._batch.seq_rows, self._batch.slot_mapping,
             self._batch.num_seqs, self._batch.max_query_len, self._batch.max_seq_len,
-            self._lens, self._lens,
+            *self._lens,
         )  # fmt: skip
         caches = cycle(self.caches)
         outs = [self._attend(next(caches), metadata, min_piece) for _ in range(NUM_LAYERS)]
@@ -155,8 +163,13 @@ class Layers:
             )  # fmt: skip
         return paged_attention(
             self._batch.q, cache, metadata, scale=LLAMA_8B.scale, window=None, kv_scales=scales,
-            min_piece=min_piece, pdl=self._pdl,
+            min_piece=min_piece, min_block_piece=self._least(min_piece), pdl=self._pdl,
         )  # fmt: skip
+
+    @staticmethod
+    def _least(min_piece: int) -> int:
+        """Return the bound of a block's pieces."""
+        return FIXED if min_piece == FIXED else MIN_BLOCK_PIECE_KEYS
 
 
 def run_case(case: Case, pieces: Sequence[int], has_fp8_cache: bool) -> list[Timing]:

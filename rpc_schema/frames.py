@@ -26,8 +26,10 @@ def encode_step(message: Any, arrays: Sequence[Frame] = ()) -> list[Frame]:
     Raises:
         TooLargeError: over MAX_FRAMES frames or MAX_STEP_BYTES bytes.
     """
-    frames: list[Frame] = [_ENCODER.encode(message), *arrays]
-    _check_bounds(frames, MAX_STEP_BYTES)
+    frame = _ENCODER.encode(message)
+    frames: list[Frame] = [frame, *arrays] if arrays else [frame]
+    if arrays or len(frame) > MAX_STEP_BYTES:
+        _check_bounds(frames, MAX_STEP_BYTES)
     return frames
 
 

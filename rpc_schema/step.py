@@ -64,8 +64,7 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     (or as many as num_samples says), or, for a pooling request, has its output in the reply. Frame
     0 holds the tokens of scheduled_new_reqs, in their order, if there are any; the frames of
     extensions follow. With data_parallel_lockstep each replica's ranks get the replica's own
-    message and frames, and then one more frame, the same for all: int32 [replicas, 2], the numbers
-    of requests and of tokens that each replica has in this step. A replica may have none.
+    message and frames. A replica may have no tokens in a step.
 
     If drafts, or another feature, may refuse tokens that a step has counted, a slot's counts of
     computed and of known tokens are upper bounds: the device has the true ones, from which a step
@@ -127,6 +126,9 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     skip_drafts: bool = False
     """The workers make no drafts after this step, to save the time: the next steps of its slots
     have none of theirs."""
+    replica_counts: RawInt32 = b""
+    """With data_parallel_lockstep [replicas, 2], the same for all ranks: the numbers of requests
+    and of tokens that each replica has in this step. Else empty."""
 
 
 class SampleTokens(StepRequest["ModelRunnerOutput"], frozen=True, tag=2, kw_only=True):

@@ -17,7 +17,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -32,6 +32,7 @@ from worker_client.errors import (
     InvalidSchedulerOutput,
     ReplacementFailed,
     WeightsNotWhole,
+    WorkerDied,
 )
 from worker_client.inputs.request_checks import checked_id, validated
 from worker_client.requests import GenerationRequest, Reports, forked, hashed, must_hash, seeded
@@ -90,13 +91,38 @@ class RequestProgress(NamedTuple):
     experts that became known, if the request asked for any."""
 
 
+class RequestGivenUp(ClientError):
+    """A request cannot go on here, or not soon: its group has lost a rank, or its driver has
+    ended. Another driver can continue it (AsyncDriver.generate)."""
+
+    def __init__(self, left: Mapping[str, RequestOutput | None], reason: Exception) -> None:
+        super().__init__(f"the request was given up: {reason}")
+        self.left = left
+        """Its samples that have not ended, by RequestProgress.req_id, each with its output so far,
+        which was reported whole; None: it has none."""
+        self.reason = reason
+
+
 class AsyncDriver:
     """Owns the thread. All methods belong to the event loop on which it was entered."""
 
-    def __init__(self, open_driver: OpenDriver, *, max_requests: int = MAX_REQUESTS) -> None:
-        """max_requests: generate waits while so many requests are unfinished."""
+    def __init__(
+        self,
+        open_driver: OpenDriver,
+        *,
+        max_requests: int = MAX_REQUESTS,
+        on_change: Callable[[], None] | None = None,
+    ) -> None:
+        """max_requests: generate waits while so many requests are unfinished. on_change: called
+        when the group has lost a rank, when the rank has its successor, and when the driver has
+        ended. With it, requests are given up at a loss, if the scheduler can
+        (ContinuingScheduler); without, they wait for the successor."""
         self._room = asyncio.Semaphore(max_requests)
-        self._loop = _DriverLoop(open_driver, self._end)
+        self._on_change = on_change
+        self._loop = _DriverLoop(
+            open_driver, self._end, None if on_change is None else self._note_loss
+        )
+        self._loss: Exception | None = None
         self._streams: set[_Stream] = set()
         self._calls: set[asyncio.Future[Any]] = set()
         """Calls that have no result yet."""
@@ -127,6 +153,13 @@ class AsyncDriver:
         """The error with which the driver has ended; None while it serves."""
         return self._error
 
+    @property
+    def loss(self) -> Exception | None:
+        """Error of a loss for which requests are given up, until it is made good: that of the rank,
+        or of its replacement, after which the next attempt follows, or with which the driver has
+        ended."""
+        return self._loss
+
     async def wait_ended(self) -> Exception:
         """Wait until the driver has ended; return its error."""
         await self._has_ended.wait()
@@ -148,6 +181,10 @@ class AsyncDriver:
         self._loop.call(work, future)
         return await future
 
+    async def call_all(self, work: Callable[[Driver], T]) -> list[T]:
+        """Call a function with each driver, as DataParallelDriver.call_all does: there is one."""
+        return [await self.call(work)]
+
     async def pause(self) -> None:
         """Hold all requests, with their KV, until resume(): see Driver.pause. Returns once no step
         is in flight on any rank, and their tokens are on their way to the readers. Requests that
@@ -164,12 +201,16 @@ class AsyncDriver:
         """Go on where pause() has stopped. Raises as it does."""
         await self.call(lambda driver: driver.resume())
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
+    async def generate(
+        self, request: GenerationRequest, left: Mapping[str, RequestOutput | None] | None = None
+    ) -> AsyncGenerator[RequestProgress, None]:
         """Serve a request; yield its tokens as they come. The last value of each sample has its
         output. A reader that is slower than the model gets more tokens at a time. Closing the
-        generator, or canceling its task, aborts the request.
+        generator, or canceling its task, aborts the request. left: serve these samples alone,
+        behind what another driver has reported (RequestGivenUp.left).
 
         Raises:
+            RequestGivenUp: see __init__.
             RequestError: the request is wrong, or adding it has failed for another reason, which is
                 the error's cause.
             InvalidSchedulerOutput: the scheduler gave a step that cannot be sent, because of this
@@ -177,17 +218,16 @@ class AsyncDriver:
             DriverClosed: the driver was closed.
             WorkerDaemonError: the driver has ended, as Driver.step says, and so has every request.
         """
-        unique = self._unique(request)
-        if must_hash(unique):
-            unique = await asyncio.to_thread(hashed, unique)
-        samples = [sample.id for sample in forked(unique)]
-        names = [f"{request.id}{name.removeprefix(unique.id)}" for name in samples]
+        # Results of an aborted request may still come, so no id is used again.
+        unique = await prepared(request, f"{next(self._serials)}:")
+        samples = {f"{request.id}{s.id.removeprefix(unique.id)}": s for s in forked(unique)}
+        if left is not None:
+            samples = {n: replace(samples[n], continues=output) for n, output in left.items()}
         async with self._room:
-            if self._error is not None:
-                raise self._error
-            stream = _Stream(dict(zip(samples, names, strict=True)))
+            self._check_serving(dict.fromkeys(samples) if left is None else left)
+            stream = _Stream(samples)
             self._streams.add(stream)
-            self._loop.add(unique, stream)
+            self._loop.add([*samples.values()], stream)
             try:
                 while stream.left:
                     for progress in await stream.take():
@@ -195,19 +235,29 @@ class AsyncDriver:
             finally:
                 self._streams.remove(stream)
                 if stream.left:
-                    self._loop.abort(unique.id, stream)
+                    self._loop.abort(stream)
 
-    def _unique(self, request: GenerationRequest) -> GenerationRequest:
-        """Return the request, checked and with a seed, under the id by which the daemons know it:
-        results of an aborted request may still come, so no id is used again."""
-        req_id = checked_id(request)
-        unique = replace(request, id=f"{next(self._serials)}:{req_id}"[:MAX_UNIQUE_ID])
-        return seeded(validated(unique))
+    def _check_serving(self, left: Mapping[str, RequestOutput | None]) -> None:
+        if self._loss is not None:
+            raise RequestGivenUp(left, self._loss)
+        if self._error is not None:
+            raise self._error
+
+    def _note_loss(self, loss: Exception | None) -> None:
+        """Note a loss, or with None that it is made good. Requests that have not reached the thread
+        are given up too."""
+        self._loss = loss
+        if loss is not None:
+            self._loop.give_up_untaken(loss)
+        assert self._on_change is not None, "otherwise nothing is given up"
+        self._on_change()
 
     def _end(self, error: Exception) -> None:
         """Fail every request, and those to come."""
         if self._error is None:
             self._error = error
+        if self._on_change is not None:
+            self._on_change()
         self._has_ended.set()
         for stream in self._streams:
             stream.fail(self._error)
@@ -215,15 +265,26 @@ class AsyncDriver:
             _resolve(future, None, self._error)
 
 
+async def prepared(request: GenerationRequest, prefix: str = "") -> GenerationRequest:
+    """Return the request, checked, with a seed and with the hashes of its tensors, under an id with
+    this prefix that daemons take. Raises RequestError."""
+    req_id = checked_id(request)
+    request = seeded(validated(replace(request, id=f"{prefix}{req_id}"[:MAX_UNIQUE_ID])))
+    return await asyncio.to_thread(hashed, request) if must_hash(request) else request
+
+
 class _Stream:
     """Results of one request that its reader has not taken yet. Belongs to the event loop; the
     thread only passes it on."""
 
-    def __init__(self, names: Mapping[str, str]) -> None:
-        """names: of the samples, by the ids that the driver knows them by."""
-        self.names = names
-        self.left = set(names.values())
+    def __init__(self, samples: Mapping[str, GenerationRequest]) -> None:
+        """samples: by the ids that the reader knows them by."""
+        self.names = {sample.id: name for name, sample in samples.items()}
+        """By the ids that the driver knows them by."""
+        self.left = set(samples)
         """Samples that have not ended."""
+        self._former = {name: sample.continues for name, sample in samples.items()}
+        """Their outputs under other drivers."""
         self._waiting: dict[str, RequestProgress] = {}
         self._changed = asyncio.Event()
         self._error: Exception | None = None
@@ -238,8 +299,15 @@ class _Stream:
 
     def fail(self, error: Exception) -> None:
         """End the request with an error, after what was put before."""
-        self._error = error
+        if self._error is None:
+            self._error = error
         self._changed.set()
+
+    def give_up(self, outputs: Mapping[str, RequestOutput | None], loss: Exception) -> None:
+        """Let another driver serve these samples, after what was put before."""
+        named = {self.names[sample]: output for sample, output in outputs.items()}
+        left = {name: output or self._former[name] for name, output in named.items()}
+        self.fail(RequestGivenUp(left, loss))
 
     async def take(self) -> list[RequestProgress]:
         """Wait for progress, and return it. Raises the error if there is none before it."""
@@ -278,24 +346,30 @@ def _both_experts(first: Experts | None, second: Experts | None) -> Experts | No
     return np.concatenate((first, second))
 
 
-_Update: TypeAlias = tuple[_Stream, RequestProgress | Exception]
+class _GivenUp(NamedTuple):
+    outputs: Mapping[str, RequestOutput | None]
+    loss: Exception
+
+
+_Update: TypeAlias = tuple[_Stream, RequestProgress | _GivenUp | Exception]
 
 
 def _deliver(updates: Sequence[_Update]) -> None:
     for stream, item in updates:
         if isinstance(item, Exception):
             stream.fail(item)
+        elif isinstance(item, _GivenUp):
+            stream.give_up(*item)
         else:
             stream.put(item)
 
 
 class _Add(NamedTuple):
-    request: GenerationRequest
+    samples: Sequence[GenerationRequest]
     stream: _Stream
 
 
 class _Abort(NamedTuple):
-    req_id: str
     stream: _Stream
 
 
@@ -307,10 +381,17 @@ class _Call(NamedTuple):
 class _DriverLoop:
     """The thread: takes commands between steps, and reports after each."""
 
-    def __init__(self, open_driver: OpenDriver, on_end: Callable[[Exception], None]) -> None:
-        """on_end is called on the event loop with the error with which the thread ends."""
+    def __init__(
+        self,
+        open_driver: OpenDriver,
+        on_end: Callable[[Exception], None],
+        on_loss: Callable[[Exception | None], None] | None,
+    ) -> None:
+        """on_end is called on the event loop with the error with which the thread ends, on_loss
+        with AsyncDriver.loss as it changes. None: no request is given up."""
         self._open_driver = open_driver
         self._on_end = on_end
+        self._on_loss = on_loss
         self._commands: queue.SimpleQueue[_Add | _Abort | _Call | None] = queue.SimpleQueue()
         """None: stop."""
         self._thread: threading.Thread | None = None
@@ -332,13 +413,26 @@ class _DriverLoop:
         self._thread = threading.Thread(target=self._run, args=(loop, ready), name="driver")
         self._thread.start()
 
-    def add(self, request: GenerationRequest, stream: _Stream) -> None:
-        """Serve a request."""
-        self._commands.put(_Add(request, stream))
+    def add(self, samples: Sequence[GenerationRequest], stream: _Stream) -> None:
+        """Serve the samples of a request."""
+        self._commands.put(_Add(samples, stream))
 
-    def abort(self, req_id: str, stream: _Stream) -> None:
+    def abort(self, stream: _Stream) -> None:
         """End a request early."""
-        self._commands.put(_Abort(req_id, stream))
+        self._commands.put(_Abort(stream))
+
+    def give_up_untaken(self, loss: Exception) -> None:
+        """Give up the requests that the thread has not taken."""
+        kept = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command = self._commands.get_nowait()
+                if isinstance(command, _Add):
+                    command.stream.give_up(dict.fromkeys(command.stream.names), loss)
+                else:
+                    kept.append(command)
+        for command in kept:
+            self._commands.put(command)
 
     def call(self, work: Callable[[Driver], T], future: "asyncio.Future[T]") -> None:
         """Call a function; the future gets its result."""
@@ -357,7 +451,7 @@ class _DriverLoop:
 
     def _run(self, loop: asyncio.AbstractEventLoop, ready: "asyncio.Future[None]") -> None:
         try:
-            with self._open_driver() as driver:
+            with self._open_driver() as driver, self._giving_up(driver, loop):
                 loop.call_soon_threadsafe(_resolve, ready, None, None)
                 while self._take_commands(driver):
                     updates = self._step(driver)
@@ -369,6 +463,49 @@ class _DriverLoop:
             with contextlib.suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(_resolve, ready, None, reason)
                 loop.call_soon_threadsafe(self._on_end, reason)
+
+    @contextlib.contextmanager
+    def _giving_up(self, driver: Driver, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        """Give all requests up whenever a daemon has died, and if the driver ends with an error."""
+        on_loss = self._on_loss
+        if on_loss is None:
+            yield
+            return
+        recover = driver.recover
+
+        def give_up(loss: Exception) -> None:
+            loop.call_soon_threadsafe(on_loss, loss)
+            loop.call_soon_threadsafe(_deliver, self._give_up(driver, loss))
+
+        def give_up_and_recover(died: WorkerDied) -> None:
+            give_up(died)
+            try:
+                recover(died)
+            except ReplacementFailed as failed:
+                loop.call_soon_threadsafe(on_loss, failed)
+                raise
+            loop.call_soon_threadsafe(on_loss, None)
+
+        driver.recover = give_up_and_recover
+        try:
+            yield
+        except Exception as error:
+            try:
+                give_up(error)
+            except Exception:  # of the scheduler: they end with the driver's error
+                _LOG.exception("giving up the requests of a driver that ends failed")
+            raise
+
+    def _give_up(self, driver: Driver, loss: Exception) -> list[_Update]:
+        """Give up all requests that can go on elsewhere; return their last updates."""
+        updates = self._updates(driver, driver.take_ended())
+        left: dict[_Stream, dict[str, RequestOutput | None]] = {}
+        for sample, given_up in driver.give_up_requests().items():
+            stream = self._streams.get(sample)
+            if stream is not None:
+                left.setdefault(stream, {})[sample] = given_up.output
+        self._forget([sample for own in left.values() for sample in own])
+        return [*updates, *((stream, _GivenUp(own, loss)) for stream, own in left.items())]
 
     def _take_commands(self, driver: Driver) -> bool:
         """Obey the commands that are here; if there is nothing else to do, wait for one, or until
@@ -385,7 +522,7 @@ class _DriverLoop:
             if command is None:
                 return False
             if isinstance(command, _Abort):
-                self._abort(driver, command.req_id)
+                self._abort(driver, command.stream.names)
                 self._forget(command.stream.names)
             elif isinstance(command, _Call):
                 self._call(driver, command)
@@ -405,16 +542,21 @@ class _DriverLoop:
 
     def _add(self, driver: Driver, command: _Add) -> None:
         try:
-            driver.add_request(command.request)
+            for sample in command.samples:
+                driver.add_request(sample)
         except Exception as error:  # it is this request's alone
+            self._abort(driver, command.stream.names)
             self._refused.append((command.stream, error))
             return
-        for sample in command.stream.names:
-            self._streams[sample] = command.stream
-            self._num_reported[sample] = 0
-        sampling = command.request.sampling
-        has_numbers = sampling.logprobs is not None or sampling.prompt_logprobs is not None
-        if has_numbers or sampling.full_logprobs or command.request.routed_experts:
+        for sample in command.samples:
+            self._streams[sample.id] = command.stream
+            self._num_reported[sample.id] = _num_reported(sample.continues)
+            if sample.continues is not None and sample.continues.routed_experts is not None:
+                self._num_experts[sample.id] = len(sample.continues.routed_experts)
+        sampling = command.samples[0].sampling
+        has_numbers = any(s.sampling.prompt_logprobs is not None for s in command.samples)
+        has_numbers = has_numbers or sampling.logprobs is not None or sampling.full_logprobs
+        if has_numbers or command.samples[0].routed_experts:
             self._reporting.update(command.stream.names)
 
     @staticmethod
@@ -430,11 +572,12 @@ class _DriverLoop:
         loop.call_soon_threadsafe(_resolve, command.future, result, failure)
 
     @staticmethod
-    def _abort(driver: Driver, req_id: str) -> None:
-        try:
-            driver.abort_request(req_id)
-        except Exception:  # of the scheduler: the others are served
-            _LOG.exception("aborting request %r failed", req_id)
+    def _abort(driver: Driver, samples: Iterable[str]) -> None:
+        for sample in samples:
+            try:
+                driver.abort_request(sample)
+            except Exception:  # of the scheduler: the others are served
+                _LOG.exception("aborting request %r failed", sample)
 
     def _refuse_step(self, driver: Driver, refusal: InvalidSchedulerOutput) -> list[_Update]:
         """End the request for which a step was refused, if it is one of ours; else raise the
@@ -442,8 +585,7 @@ class _DriverLoop:
         stream = self._streams.get(refusal.req_id) if isinstance(refusal.req_id, str) else None
         if stream is None:
             raise refusal
-        for sample in stream.names:
-            self._abort(driver, sample)
+        self._abort(driver, stream.names)
         self._forget(stream.names)
         return [(stream, refusal)]
 
@@ -455,11 +597,8 @@ class _DriverLoop:
             self._reporting.discard(sample)
 
     def _step(self, driver: Driver) -> list[_Update]:
-        """Run a step, if there is one; return the updates of its requests. First tokens precede all
-        others: the event loop takes updates in this order, and those who wait for a first token
-        have waited longest."""
+        """Run a step, if there is one; return the updates of its requests."""
         updates, self._refused = self._refused, []
-        later: list[_Update] = []
         if not driver.busy:
             return updates
         try:
@@ -469,6 +608,20 @@ class _DriverLoop:
             return updates
         except InvalidSchedulerOutput as refusal:
             return updates + self._refuse_step(driver, refusal)
+        except ReplacementFailed as failed:
+            if self._on_loss is None or self._streams:
+                raise
+            _LOG.warning("a daemon that died, whose requests go on elsewhere: %s", failed)
+            time.sleep(LOOK_S)
+            return updates
+        return updates + self._updates(driver, outputs)
+
+    def _updates(self, driver: Driver, outputs: Iterable[RequestOutput]) -> list[_Update]:
+        """Return what is new of requests, some of which have ended. First tokens precede all
+        others: the event loop takes updates in this order, and those who wait for a first token
+        have waited longest."""
+        updates: list[_Update] = []
+        later: list[_Update] = []
         for output in outputs:
             stream = self._streams.pop(output.req_id, None)
             if stream is not None:  # else it was aborted
@@ -524,12 +677,19 @@ class _DriverLoop:
 
     def _abort_all(self, driver: Driver) -> None:
         """End what is unfinished, and let the daemons drop its rows."""
-        for sample in self._streams:
-            self._abort(driver, sample)
+        self._abort(driver, self._streams)
         driver.resume()
         with contextlib.suppress(WorkerDaemonError):
             for _ in driver.run():
                 pass
+
+
+def _num_reported(former: RequestOutput | None) -> int:
+    """Return the number of tokens that a driver has reported of a request that it has given up: of
+    a trace, those with log probabilities."""
+    if former is None:
+        return 0
+    return len(former.token_ids if former.full_logprobs is None else former.full_logprobs)
 
 
 def _from_first(reports: Reports, first: int) -> Reports:

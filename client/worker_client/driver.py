@@ -10,8 +10,8 @@ from typing import TypeAlias, TypeVar
 
 from rpc_schema.errors import DrainingError, WorkerDaemonError
 from worker_client.driver_parts.context import DriverContext, StepQueue
-from worker_client.driver_parts.interface import StepInFlight
-from worker_client.driver_parts.live_requests import LiveRequests
+from worker_client.driver_parts.interface import DriverPart, StepInFlight
+from worker_client.driver_parts.live_requests import GivenUpRequest, LiveRequests
 from worker_client.driver_parts.registry import DriverOptions, make_driver_parts
 from worker_client.errors import (
     InvalidSchedulerOutput,
@@ -82,7 +82,8 @@ class Driver:
         self.drafts = DraftCounts()
         """Outcomes of all drafts. Any thread may read it."""
         self._on_result = on_result
-        self._recover = recover
+        self.recover = recover
+        """Called when a daemon has died. It may be replaced by a function that calls it."""
         self._times = RunTimes(max_history)
         self._steps = StepQueue()
         self._requests = LiveRequests(scheduler, self._times)
@@ -97,10 +98,13 @@ class Driver:
         """The error with which the group refused the unsent step, or a failure that is given up;
         raised once no step is in flight, and no request that has finished is left to return."""
         self._in_a_row = _InARow()
-        self.while_in_flight: Callable[[], None] | None = None
-        """Called after steps were sent, before the result of the oldest is waited for."""
         self.is_paused = False
         """True after pause(), until resume()."""
+
+    def add_part(self, part: DriverPart) -> None:
+        """Ask one more feature from now on, behind the others."""
+        self._parts = self._parts.with_part(part)
+        self._requests.serve_with(self._parts)
 
     def add_request(self, request: GenerationRequest) -> None:
         """Queue a request, with a random seed if it needs one and has none; with n > 1 its samples
@@ -133,6 +137,16 @@ class Driver:
             fix = "give the id of a request"
             raise RequestError("the id is no text", field="id", value=given, fix=fix)
         self._requests.abort(req_id)
+
+    def take_ended(self) -> list[RequestOutput]:
+        """Return the requests that have ended and that step() has not returned."""
+        return self._requests.take_ended()
+
+    def give_up_requests(self) -> dict[str, GivenUpRequest]:
+        """Abort all requests that were added, if they can go on under another driver
+        (ContinuingScheduler), and return them by id. To be called in `recover`, or after an error
+        of step()."""
+        return self._requests.give_up()
 
     def pause(self) -> None:
         """Send no step until resume(). Requests stay as they are, with their KV, and new ones wait;
@@ -207,8 +221,6 @@ class Driver:
                 has_worked = work_in_flight() or has_worked
             if has_worked:
                 self._fill()
-            if self.while_in_flight is not None and self._steps.in_flight:
-                self.while_in_flight()
         except (DrainingError, WeightsNotWhole):
             if not self._steps.in_flight:
                 raise
@@ -236,7 +248,7 @@ class Driver:
         try:
             self.group.look()
         except WorkerDied as died:
-            self._recover(died)
+            self.recover(died)
             self._parts.group_replaced()
         except WorkerDaemonError:
             return
@@ -318,7 +330,7 @@ class Driver:
         Recoveries are limited too, for a request that kills each successor."""
         if self._in_a_row.recoveries >= MAX_CONSECUTIVE_FAILURES:
             raise died
-        self._recover(died)
+        self.recover(died)
         self._parts.group_replaced()
         self._in_a_row.recoveries += 1
         self._in_a_row.failures = 0

@@ -79,6 +79,9 @@ class GenerationRequest:
     and `output_token_ids`."""
     features: tuple[RequestExtension, ...] = ()
     """Extensions of features that have no field above."""
+    continues: "RequestOutput | None" = None
+    """Its output so far under another driver (ContinuingScheduler), behind which it goes on as if
+    it had been preempted: with the same tokens, reports and statistics."""
 
     def extensions(self, eos_token_ids: Sequence[int]) -> tuple[RequestExtension, ...]:
         """Return its extensions for the workers.

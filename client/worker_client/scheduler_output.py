@@ -169,18 +169,18 @@ class LockstepOutput(SchedulerOutput):
     @classmethod
     def of(cls, replicas: Sequence[SchedulerOutput]) -> "LockstepOutput":
         """Return the step that consists of these parts."""
-        more = zip_longest(*(part.more_new_block_ids for part in replicas), fillvalue=_NONE)
+        more = zip_longest(*[part.more_new_block_ids for part in replicas], fillvalue=_NONE)
         return cls(
-            num_scheduled_tokens=_united(part.num_scheduled_tokens for part in replicas),
-            decode_req_ids=tuple(chain(*(part.decode_req_ids for part in replicas))),
-            scheduled_new_reqs=tuple(chain(*(part.scheduled_new_reqs for part in replicas))),
-            new_block_ids=_united(part.new_block_ids for part in replicas),
-            more_new_block_ids=tuple(_united(group) for group in more),
-            finished_req_ids=tuple(chain(*(part.finished_req_ids for part in replicas))),
-            preempted_req_ids=tuple(chain(*(part.preempted_req_ids for part in replicas))),
-            num_samples=_united(part.num_samples for part in replicas),
-            num_drafts=_united(part.num_drafts for part in replicas),
-            draft_token_ids=_united(part.draft_token_ids for part in replicas),
+            num_scheduled_tokens=_united([part.num_scheduled_tokens for part in replicas]),
+            decode_req_ids=tuple(chain(*[part.decode_req_ids for part in replicas])),
+            scheduled_new_reqs=tuple(chain(*[part.scheduled_new_reqs for part in replicas])),
+            new_block_ids=_united([part.new_block_ids for part in replicas]),
+            more_new_block_ids=tuple([_united(group) for group in more]),
+            finished_req_ids=tuple(chain(*[part.finished_req_ids for part in replicas])),
+            preempted_req_ids=tuple(chain(*[part.preempted_req_ids for part in replicas])),
+            num_samples=_united([part.num_samples for part in replicas]),
+            num_drafts=_united([part.num_drafts for part in replicas]),
+            draft_token_ids=_united([part.draft_token_ids for part in replicas]),
             skip_drafts=all(part.skip_drafts for part in replicas),
             replicas=tuple(replicas),
         )
@@ -191,7 +191,11 @@ _NONE: Mapping[str, Any] = {}
 
 def _united(mappings: Iterable[Mapping[str, ValueT]]) -> dict[str, ValueT]:
     """Return all entries of mappings that share no key."""
-    return {key: value for mapping in mappings for key, value in mapping.items()}
+    united: dict[str, ValueT] = {}
+    for mapping in mappings:
+        if mapping:
+            united.update(mapping)
+    return united
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,8 @@ from worker_client.group.waiting import Waiter
 from worker_client.group.weights import GroupWeights
 from worker_client.scheduler_output import SchedulerOutput, StepValues
 from worker_client.steps.encoded_step import EncodedStep
-from worker_client.steps.lockstep import LockstepSlots, LockstepStep
+from worker_client.steps.lockstep import LockstepSlots
+from worker_client.steps.lockstep_step import LockstepStep
 from worker_client.steps.slots import SlotTable
 from worker_client.wire.endpoint import Endpoint, new_driver_id, parse_endpoint
 from worker_client.wire.keys import NO_KEYS, Keys

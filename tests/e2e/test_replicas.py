@@ -7,10 +7,12 @@ import dataclasses
 import random
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from rpc_schema.codec import decode_step, encode_step
 from rpc_schema.errors import ConfigError, FencedError
 from tests.support.driving import random_cases
 from tests.support.forked_daemons import ForkedDaemons
@@ -310,20 +312,21 @@ def test_counts_of_replicas_that_are_wrong_refuse_the_step(open_lockstep, cases)
     channel, idle = group._channel, LockstepOutput.of([SchedulerOutput(), SchedulerOutput()])
     send = channel.send_step
 
-    def sending(change):
+    def sending(counts):
         def changed(ids, by_replica, **options):
-            send(ids, [change(list(frames)) for frames in by_replica], **options)
+            messages = [msgspec.structs.replace(decode_step(each), **counts) for each in by_replica]
+            send(ids, [encode_step(message) for message in messages], **options)
 
         return changed
 
-    for change, problem in (
-        (lambda frames: frames[:-1], "no frame"),
-        (lambda frames: [*frames[:-1], bytes(8)], "8 bytes"),
-        (lambda frames: [*frames[:-1], counts_of((1, 0), (1, 0))], r"\[1, 0\]"),
-        (lambda frames: [*frames[:-1], counts_of((0, 0), (0, -1))], "-1"),
+    for counts, problem in (
+        (b"", "0 bytes"),
+        (bytes(8), "8 bytes"),
+        (counts_of((1, 0), (1, 0)), r"\[1, 0\]"),
+        (counts_of((0, 0), (0, -1)), "-1"),
     ):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(channel, "send_step", sending(change))
+            patch.setattr(channel, "send_step", sending({"replica_counts": counts}))
             with pytest.raises(StepFailed, match=f"replica_counts.*{problem}"):
                 group.execute_model(idle).result()
     driver = Driver(group, scheduler)

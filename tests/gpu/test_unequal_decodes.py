@@ -22,7 +22,11 @@ SEED = secrets.randbits(31)
 
 
 @pytest.mark.parametrize("window", [None, 2000])
-@pytest.mark.parametrize("chunk", [[], [(200, 300)]], ids=["decodes", "beside a chunk"])
+@pytest.mark.parametrize(
+    "chunk",
+    [[], [(200, 300)], [(40, 5900)], [(600, 600), (40, 40_000)]],
+    ids=["decodes", "beside a chunk", "beside a late chunk", "beside chunks of other lengths"],
+)
 def test_a_graph_serves_all_lengths(window: int | None, chunk: list[tuple[int, int]]) -> None:
     """The graph makes one schedule for its layers, anew in each replay."""
     print(f"seed {SEED}")

@@ -435,8 +435,7 @@ class FakeDaemon:
             case step.ExecuteModel():
                 self.executes.append(request)
                 if self._parallel.data_parallel_lockstep:
-                    *arrays, counts = arrays
-                    self._check_counts(request, counts)
+                    self._check_counts(request)
                 self._execute(request, arrays, fault, ids)
             case step.SampleTokens():
                 self._sample(request, ids)
@@ -525,8 +524,9 @@ class FakeDaemon:
                 }
         self._reply(step_reply(request, self.rank, **said))
 
-    def _check_counts(self, request: step.ExecuteModel, frame: bytes) -> None:
-        counts = np.frombuffer(frame, "<i4").reshape(self._parallel.data_parallel_size, 2)
+    def _check_counts(self, request: step.ExecuteModel) -> None:
+        shape = self._parallel.data_parallel_size, 2
+        counts = np.frombuffer(request.replica_counts, "<i4").reshape(shape)
         own = [len(named_slots(request.scheduled)), request.total_num_scheduled_tokens]
         assert counts[self.rank // self._parallel.world_size].tolist() == own
         self.replica_counts.append(counts.tolist())

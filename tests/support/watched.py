@@ -63,7 +63,7 @@ class Watched:
             daemons.restart_dead()
             self.group.replace(died.rank)
 
-        self.driver._recover = recover
+        self.driver.recover = recover
 
 
 @contextmanager

@@ -60,7 +60,7 @@ class AttentionMetadata:
     """int32 [B], host: seq_lens, or an upper bound for a sequence that has sampled before."""
     state_slots: StateSlots | None = None
     """None if there are no checkpoints of states."""
-    schedules: dict[Hashable, Tensor] = field(
+    divisions: dict[Hashable, object] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     """Divisions of the step's work that an implementation makes at its first use in a forward pass,

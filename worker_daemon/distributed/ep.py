@@ -9,7 +9,6 @@ fit go over windows of shared memory, others over torch.distributed.
 Shapes: R ranks, n rows of each rank in an exchange, H hidden size, K experts of a token.
 """
 
-import logging
 from collections.abc import Callable
 from typing import Protocol
 
@@ -21,12 +20,9 @@ from worker_daemon.contracts.experts import RoutedTokens
 from worker_daemon.contracts.window import Window
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.symmetric import Peers, is_device_done
-from worker_daemon.distributed.tp import all_gather, communication
+from worker_daemon.distributed.tp import all_gather, communication, smallest
+from worker_daemon.distributed.trials import NUM_TRIALS, TRIAL_S, on_trial
 
-_LOG = logging.getLogger(__name__)
-_TRIALS = 3
-_TRIAL_S = 20.0
-"""Time limit of the first exchange over the windows: a peer may have to compile it."""
 _TRIAL_TOP_K = 2
 
 Multiply = Callable[[Tensor, RoutedTokens], Tensor]
@@ -105,10 +101,10 @@ class ReplicaExperts:
             return
         if peers.window is None:
             return
-        exchange = _tried(self._make_row_exchange, peers.window)
-        if exchange is None:
-            peers.stop()  # this rank's kernels may wait forever for a peer
-        if _agree(exchange is not None, peers.window.device, group):
+        purpose = "experts' tokens are not exchanged"
+        exchange = on_trial(peers, self._make_row_exchange, _exchanges, purpose)
+        works, choice = int(exchange is not None), "how to exchange the experts' tokens"
+        if smallest(works, peers.window.device, group, choice):
             self._windows = exchange
 
     @property
@@ -224,16 +220,6 @@ def replica_experts(
     return ReplicaExperts(state, make_row_exchange) if state.lockstep else None
 
 
-def _tried(make_row_exchange: MakeRowExchange, window: Window) -> RowExchange | None:
-    """Return an exchange that has passed a trial, or None. Collective."""
-    try:
-        exchange = make_row_exchange(window)
-        return exchange if _exchanges(exchange, window) else None
-    except Exception:  # after any failure, torch.distributed is used instead
-        _LOG.warning("experts' tokens are not exchanged over peer memory", exc_info=True)
-        return None
-
-
 def _exchanges(exchange: RowExchange, window: Window) -> bool:
     """Return True if rows and sums of all ranks arrive and are correct, in first and in reused
     slots."""
@@ -241,9 +227,9 @@ def _exchanges(exchange: RowExchange, window: Window) -> bool:
     x = torch.full((1, 16), rank + 1, dtype=torch.bfloat16, device=device)
     experts = torch.full((1, _TRIAL_TOP_K), rank, dtype=torch.int32, device=device)
     routed = RoutedTokens(experts, experts.float())
-    arrived = [exchange.gather(x, routed, 2) for _ in range(_TRIALS)]
+    arrived = [exchange.gather(x, routed, 2) for _ in range(NUM_TRIALS)]
     sums = [exchange.sum_rows(tokens) for tokens, _ in arrived]
-    if not is_device_done(device, _TRIAL_S):
+    if not is_device_done(device, TRIAL_S):
         return False
     ranks = torch.arange(size, device=device)
     places = torch.stack((ranks, torch.full_like(ranks, -1)), dim=1).flatten()  # padding behind
@@ -252,14 +238,6 @@ def _exchanges(exchange: RowExchange, window: Window) -> bool:
     return all(torch.equal(own, each) for each in sums) and all(
         torch.equal(found.experts, expected) for _, found in arrived
     )
-
-
-def _agree(succeeds: bool, device: torch.device, group: dist.ProcessGroup) -> bool:
-    """Return True if all ranks have succeeded."""
-    smallest = torch.tensor(int(succeeds), dtype=torch.int64, device=device)
-    with communication("agreeing on how to exchange the experts' tokens"):
-        dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
-        return bool(smallest.item())
 
 
 def _padded(value: Tensor, num_rows: int, fill: int) -> Tensor:

@@ -3,7 +3,6 @@ shared memory for short messages and torch.distributed for the others; the calle
 reduction over windows.
 """
 
-import logging
 from collections.abc import Callable
 from typing import Protocol
 
@@ -15,12 +14,8 @@ from rpc_schema.errors import CommError
 from worker_daemon.contracts.layer_ops import NormedSum
 from worker_daemon.contracts.window import Window
 from worker_daemon.distributed.symmetric import Peers, is_device_done
+from worker_daemon.distributed.trials import NUM_TRIALS, TRIAL_S, on_trial
 from worker_daemon.raising import Translation
-
-_LOG = logging.getLogger(__name__)
-_TRIALS = 3
-_TRIAL_S = 20.0
-"""Time limit of the first reduction over the windows: a peer may have to compile it."""
 
 SumAndNorm = Callable[[NormedSum], tuple[Tensor, Tensor]]
 """Returns the norm and the sum of a NormedSum: LayerOps.sum_and_norm."""
@@ -140,21 +135,13 @@ class GroupTensorParallel:
         self._reducer = None
         if group is None or self._make_reducer is None or peers is None or peers.window is None:
             return
-        reducer = _tried(self._make_reducer, peers.window)
-        if reducer is None:
-            peers.stop()  # this rank's kernels may wait forever for a peer
+        purpose = "short messages are not reduced"
+        reducer = on_trial(peers, self._make_reducer, _reduces, purpose)
         limit_bytes = 0 if reducer is None else reducer.limit_bytes
-        limit_bytes = self._smallest(limit_bytes, peers.window.device)
+        limit_bytes = smallest(limit_bytes, peers.window.device, group, "how to reduce")
         if limit_bytes and reducer is not None:
             reducer.limit_bytes = limit_bytes
             self._reducer = reducer
-
-    def _smallest(self, value: int, device: torch.device) -> int:
-        """Return the smallest value of all ranks, so that all ranks make the same choice."""
-        smallest = torch.tensor(value, dtype=torch.int64, device=device)
-        with communication("agreeing on how to reduce"):
-            dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self._group)
-            return int(smallest.item())
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -195,22 +182,21 @@ def tensor_parallel(
     return SingleRank() if size == 1 else GroupTensorParallel(rank, size, make_reducer)
 
 
-def _tried(make_reducer: MakeReducer, window: Window) -> Reducer | None:
-    """Return a reducer that has passed a trial, or None. Collective."""
-    try:
-        reducer = make_reducer(window)
-        return reducer if _reduces(reducer, window) else None
-    except Exception:  # after any failure, torch.distributed is used instead
-        _LOG.warning("short messages are not reduced over peer memory", exc_info=True)
-        return None
+def smallest(value: int, device: torch.device, group: dist.ProcessGroup, choice: str) -> int:
+    """Return the smallest value of all ranks, so that all ranks make the same choice: `choice`,
+    for the error. Collective. Raises CommError: a peer is gone."""
+    least = torch.tensor(value, dtype=torch.int64, device=device)
+    with communication(f"agreeing on {choice}"):
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+        return int(least.item())
 
 
 def _reduces(reducer: Reducer, window: Window) -> bool:
     """Return True if sums over the ranks arrive and are correct, in first and in reused slots."""
     size = len(window.addresses)
     x = torch.full((2, 16), window.rank + 1, dtype=torch.bfloat16, device=window.device)
-    sums = [reducer.all_reduce(x) for _ in range(_TRIALS)]
-    if not is_device_done(window.device, _TRIAL_S):
+    sums = [reducer.all_reduce(x) for _ in range(NUM_TRIALS)]
+    if not is_device_done(window.device, TRIAL_S):
         return False
     expected = torch.full_like(x, size * (size + 1) // 2)
     return all(torch.equal(total, expected) for total in sums)

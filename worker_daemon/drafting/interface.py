@@ -72,8 +72,8 @@ class MissingTokens(NamedTuple):
     left: Int32s
     """Later tokens of the row, up to the step's last one, which remain missing."""
     ends: Int32s
-    """Upper bound of the context length after the tokens to compute; exact for counts of MIN_TOKENS
-    (layers/prompt_attention.py) and more."""
+    """Upper bound of the context length after the tokens to compute; exact for counts of
+    MIN_LATER_TOKENS (layers/prompt_attention.py) and more."""
 
 
 Choose: TypeAlias = Callable[[Tensor, Tensor], Tensor]

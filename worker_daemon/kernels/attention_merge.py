@@ -1,5 +1,5 @@
-"""Merges attention over parts of the keys by log-sum-exp, in Triton: the splits of decodes, and
-parts that were computed apart, as on several ranks.
+"""Merges attention over parts of the keys by log-sum-exp, in Triton: the splits of decodes, the
+pieces of a schedule, and parts that were computed apart, as on several ranks.
 
 Letters: P parts, N tokens, B sequences, Hq query heads, D head dimension.
 """
@@ -14,6 +14,7 @@ import triton.language as tl
 from worker_daemon.contracts.attention import AttentionMetadata
 from worker_daemon.kernels.attention_tiles import LOG_OF_2, NO_SCORE, store_log_sum_exp
 from worker_daemon.kernels.compile_ahead import launched
+from worker_daemon.kernels.decode_schedule import Schedule, find_cut, load_item
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 from worker_daemon.kernels.scores import LOG2_OF_E
 from worker_daemon.kernels.tiles import next_power_of_two, padded_head_dim
@@ -25,6 +26,13 @@ _ELEMENTS_PER_WARP = 1024
 """Elements of the rows that a program loads at a time."""
 
 _MOST_WARPS = 4
+
+_ROWS_AT_ONCE, _ELEMENTS_PER_THREAD = 8, 64
+"""Rows of a program that merges several queries, and elements that a thread loads at a time."""
+
+_PARTIALS_PER_PROGRAM = 4
+"""Partial results that a program looks at: few are a sequence's first, and programs that find none
+cost their start."""
 
 
 def merge_parts(
@@ -68,6 +76,51 @@ def launch_merge_splits(
     starts, chunk = batch.query_start_loc, _MOST_AT_ONCE
     num_rows = batch.num_seqs * queries
     _launch(out, lse, partial_out, partial_lse, starts, num_rows, num_splits, chunk, pdl, queries)
+
+
+def launch_merge_items(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    schedule: Schedule,
+    queries: int,
+    num_kv_heads: int,
+    pdl: bool,
+) -> None:
+    """Set the rows of the queries in out [N, Hq, D], and in lse [N, Hq] if given, whose sequences a
+    schedule has cut, to the merge of their pieces: partial_out [num_partial, queries, Hq, D] and
+    partial_lse [num_partial, queries, Hq], flat, fp32, in log2 units. No sequence has more queries
+    than `queries`, above 1."""
+    num_q_heads, head_dim = out.shape[1:]
+    group_size, block_d = num_q_heads // num_kv_heads, padded_head_dim(head_dim)
+    rows = next_power_of_two(group_size)
+    at_once = max(1, min(next_power_of_two(queries), _ROWS_AT_ONCE // rows))
+    elements = _MOST_WARPS * 32 * _ELEMENTS_PER_THREAD
+    num_programs = triton.cdiv(schedule.num_partial, _PARTIALS_PER_PROGRAM)
+    _merge_items_kernel[(num_programs, num_kv_heads, triton.cdiv(queries, at_once))](
+        out,
+        lse,
+        partial_out,
+        partial_lse,
+        schedule.entries,
+        schedule.num_items,
+        schedule.num_partial,
+        *out.stride()[:2],
+        NUM_Q_HEADS=num_q_heads,
+        GROUP=group_size,
+        PARTIALS=_PARTIALS_PER_PROGRAM,
+        QUERIES=queries,
+        HEAD_DIM=head_dim,
+        ROWS=rows,
+        AT_ONCE=at_once,
+        CHUNK=max(1, elements // (rows * at_once * block_d)),
+        BLOCK_D=block_d,
+        PDL=pdl,
+        num_warps=_MOST_WARPS,
+        enable_fp_fusion=True,
+        **launch_options(pdl),
+    )
 
 
 def _launch(
@@ -222,3 +275,54 @@ def merge_pieces(
     inside = is_row[:, None] & (dim < HEAD_DIM)[None, :]
     tl.store(out[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=inside)
     store_log_sum_exp(lse, place, top, total, is_row)
+
+
+@launched
+@triton.jit(
+    do_not_specialize=["num_items", "num_partial"],
+    do_not_specialize_on_alignment=["lse", "partial_lse"],
+)
+def _merge_items_kernel(
+    out,
+    lse,
+    partial_out,
+    partial_lse,
+    schedule,
+    num_items,
+    num_partial,
+    out_token_stride,
+    out_head_stride,
+    NUM_Q_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program has AT_ONCE queries and a KV head of the sequences whose pieces begin at PARTIALS
+    partial results. ROWS: GROUP, padded to a power of two."""
+    start_next(PDL)
+    await_previous(PDL)
+    first = tl.program_id(0) * PARTIALS
+    row = tl.arange(0, ROWS * AT_ONCE)
+    query = tl.program_id(2) * AT_ONCE + row // ROWS
+    head = tl.program_id(1) * GROUP + row % ROWS
+    for partial in range(first, tl.minimum(first + PARTIALS, num_partial)):
+        item = find_cut(schedule, partial, NUM_Q_HEADS // GROUP)
+        if item >= 0:
+            token, next_token, _, _, _, num_pieces, _, _ = load_item(
+                schedule, item, num_items, NUM_Q_HEADS // GROUP
+            )
+            tokens = (token + query).to(tl.int64)
+            if tl.program_id(2) * AT_ONCE < next_token - token:
+                merge_pieces(
+                    out + tokens * out_token_stride + head * out_head_stride,
+                    lse, tokens * NUM_Q_HEADS + head, partial_out, partial_lse,
+                    (partial * QUERIES + query) * NUM_Q_HEADS + head, num_pieces,
+                    (row % ROWS < GROUP) & (token + query < next_token),
+                    QUERIES * NUM_Q_HEADS, HEAD_DIM, ROWS * AT_ONCE, CHUNK, BLOCK_D,
+                )  # fmt: skip

@@ -23,6 +23,8 @@ from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options
 from worker_daemon.kernels.tiles import (
     MAX_SPLITS,
+    MIN_BLOCK_PIECE_KEYS,
+    MIN_DOT_ROWS,
     MIN_KEYS_PER_SPLIT,
     DeviceLimits,
     Tile,
@@ -30,7 +32,7 @@ from worker_daemon.kernels.tiles import (
     next_power_of_two,
 )
 
-_ITEM = tl.constexpr(8)
+_ITEM = tl.constexpr(9)
 """int32 of an item, before its counters."""
 
 _ITEMS = 16
@@ -79,7 +81,8 @@ class Cutting(NamedTuple):
         )
         extra = max(slots, most)
         most_keys = _ALL_KEYS if window is None else window + queries - 1
-        min_even = max(tile.block_n, MIN_KEYS_PER_SPLIT)
+        least = MIN_KEYS_PER_SPLIT if tile.block_m <= MIN_DOT_ROWS else MIN_BLOCK_PIECE_KEYS
+        min_even = max(tile.block_n, least)
         return cls(num_kv_heads, slots, extra, min_even, min_piece, queries, most_keys)
 
 
@@ -87,11 +90,12 @@ class Schedule(NamedTuple):
     """A step's items, on the device."""
 
     entries: torch.Tensor
-    """int32 [num_items + 1, 8 + Hkv], a row for each item: the first token of its sequence, the
+    """int32 [num_items + 1, 9 + Hkv], a row for each item: the first token of its sequence, the
     next sequence's, the row of the block table, the keys; its piece, the pieces of the sequence,
     the first partial result of these; and its place among the rows without work, which come last,
-    below 0 for others. Then the counters of the sequence's pieces that are done, one for each KV
-    head, in the row of its first piece: 0 between launches. The last row never has work."""
+    below 0 for others. In row p, the item whose first partial result is p, or -1. Then the counters
+    of the sequence's pieces that are done, one for each KV head, in the row of its first piece: 0
+    between launches. The last row never has work."""
     num_items: int
     """Items, at most: the grid of a launch."""
     num_partial: int
@@ -99,19 +103,19 @@ class Schedule(NamedTuple):
 
 
 def schedule_decodes(batch: AttentionMetadata, cutting: Cutting, pdl: bool) -> Schedule:
-    """Return the items of the sequences of a step that have 1 .. most_queries query tokens; an
-    item's piece counts in equal parts of its sequence's keys.
+    """Return the items of the sequences of a step that have 1 .. most_queries query tokens, but not
+    -1 keys; an item's piece counts in equal parts of its sequence's keys.
 
-    Made once for all layers of a step with this cutting (AttentionMetadata.schedules). The kernels
+    Made once for all layers of a step with this cutting (AttentionMetadata.divisions). The kernels
     of these may read it before they wait for the previous ones: it never lets the next kernel start
     early (see launch.py).
     """
     num_items = batch.num_seqs + cutting.extra
-    entries = batch.schedules.get(cutting)
-    if entries is None:
+    entries = batch.divisions.get(cutting)
+    if not isinstance(entries, torch.Tensor):
         shape = (num_items + 1, _ITEM.value + cutting.num_kv_heads)
         entries = torch.empty(shape, dtype=torch.int32, device=batch.seq_lens.device)
-        batch.schedules[cutting] = entries
+        batch.divisions[cutting] = entries
         _schedule_kernel[(triton.cdiv(shape[0], _ITEMS),)](
             entries,
             batch.query_start_loc,
@@ -195,6 +199,8 @@ def _schedule_kernel(
     num_queries = tl.load(query_start_loc + seq + 1, mask=is_seq, other=0) - token
     has_queries = (num_queries > 0) & (num_queries <= most_queries)
     keys = tl.minimum(tl.load(seq_lens + seq, mask=has_queries, other=0), most_keys).to(tl.int32)
+    has_queries &= keys >= 0
+    keys = tl.maximum(keys, 0)
     piece = _choose_piece(keys, has_queries, slots, extra, min_even, min_piece, MOST_SPLITS)
     pieces = tl.where(has_queries, tl.maximum(tl.cdiv(keys, piece), 1), 0)
     ends = tl.cumsum(pieces, 0)
@@ -208,6 +214,8 @@ def _schedule_kernel(
     first = tl.max(tl.where(is_before, ends[None, :], 0), 1)
     partial = tl.max(tl.where(is_before, partial_ends[None, :], 0), 1)
     is_own = row[None, :] == own_row[:, None]
+    starts_there = (pieces > 1)[None, :] & ((partial_ends - pieces)[None, :] == item[:, None])
+    starting = tl.max(tl.where(starts_there, (ends - pieces)[None, :], -1), 1)
     own_pieces = tl.sum(tl.where(is_own, pieces[None, :], 0), 1)
     own_seq = tl.load(seq_order + own_row, mask=is_item, other=num_seqs)
     own_token = tl.load(query_start_loc + own_seq)
@@ -228,6 +236,7 @@ def _schedule_kernel(
     tl.store(place + 5, tl.where(is_item, own_pieces, 1), mask=is_row)
     tl.store(place + 6, partial, mask=is_row)
     tl.store(place + 7, item - count, mask=is_row)
+    tl.store(place + 8, starting, mask=is_row)
     for kv_head in range(num_kv_heads):
         tl.store(place + _ITEM + kv_head, item * 0, mask=is_row)
 
@@ -244,6 +253,12 @@ def load_item(entries, item, num_items, NUM_KV_HEADS: tl.constexpr):
     piece, pieces, partial = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6)
     idle = tl.load(entry + 7) + (item - row)
     return token, next_token, table_row, num_keys, piece, pieces, partial, idle
+
+
+@triton.jit
+def find_cut(entries, partial, NUM_KV_HEADS: tl.constexpr):
+    """Return the item whose sequence's first partial result is `partial`, or -1."""
+    return tl.load(entries + partial * (_ITEM + NUM_KV_HEADS) + 8)
 
 
 @triton.jit

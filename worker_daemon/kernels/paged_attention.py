@@ -25,13 +25,13 @@ from worker_daemon.kernels.paged_decode import (
     plan_decode,
     rotate_and_attend,
 )
-from worker_daemon.kernels.paged_prefill import launch_prefill
+from worker_daemon.kernels.paged_prefill import launch_prefill, plan_blocks
 from worker_daemon.kernels.scores import Scoring
 from worker_daemon.kernels.tiles import (
+    MIN_BLOCK_PIECE_KEYS,
     MIN_PIECE_KEYS,
     DeviceLimits,
     Tile,
-    prefill_tile,
     run_at_once,
     split_tile,
 )
@@ -117,13 +117,18 @@ class TritonAttention:
 
 
 def is_decode(
-    q: torch.Tensor, kv_cache: torch.Tensor, max_query_len: int, tile: Tile | None
+    q: torch.Tensor, kv_cache: torch.Tensor, batch: AttentionMetadata, tile: Tile | None
 ) -> bool:
     """Return True if the queries of a sequence, a few at most, share the tile of a decode, as those
-    after its drafts do: each key is then read once for all of them. tile: the only one allowed."""
-    rows = max_query_len * q.shape[1] // kv_cache.shape[3]
+    after its drafts do: each key is then read once for all of them. A few queries of one sequence
+    beside many of one query would give these tiles of mostly empty rows. tile: the only one
+    allowed."""
+    most_queries = batch.max_query_len
+    rows = most_queries * q.shape[1] // kv_cache.shape[3]
     most = MAX_DECODE_ROWS if tile is None else min(tile.block_m, MAX_DECODE_ROWS)
-    return max_query_len == 1 or (1 < max_query_len <= MAX_DECODE_QUERIES and rows <= most)
+    if not 1 < most_queries <= MAX_DECODE_QUERIES:
+        return most_queries == 1
+    return rows <= most and most_queries * batch.num_seqs <= 2 * q.shape[0]
 
 
 def paged_attention(
@@ -142,6 +147,7 @@ def paged_attention(
     tile: Tile | None = None,
     num_splits: int | None = None,
     min_piece: int = MIN_PIECE_KEYS,
+    min_block_piece: int = MIN_BLOCK_PIECE_KEYS,
     is_cut: bool = False,
     workspace: torch.Tensor | None = None,
     pdl: bool = False,
@@ -171,7 +177,8 @@ def paged_attention(
         tile: overrides the choice of tile.
         num_splits: overrides the choice of splits, >= 1, of a batch with a small max_query_len.
         min_piece: keys of a piece, at least, where sequences of different lengths are cut.
-        is_cut: let the device cut decodes whatever their number and context.
+        min_block_piece: the same for blocks of a prompt's query tokens.
+        is_cut: let the device cut keys whatever the step's tokens and contexts.
         workspace: fp32, flat, at least `workspace_elements(...)` with num_splits; allocated when
             None and needed.
         pdl: launch as launch.has_dependent_launch allows on this device.
@@ -189,21 +196,19 @@ def paged_attention(
     if q.shape[0] == 0:
         return out
     limits = DeviceLimits.of(q.device) if limits is None else limits
-    if is_decode(q, kv_cache, batch.max_query_len, tile):
+    if is_decode(q, kv_cache, batch, tile):
         plan = plan_decode(
             q, kv_cache, batch, window, limits, tile, num_splits, min_piece, is_cut=is_cut
         )
         launch_decode(out, lse, q, kv_cache, scales, batch, None, scoring, plan, workspace, pdl)
         return out
-    num_kv_heads = kv_cache.shape[3]
-    tile = tile or prefill_tile(
-        q.shape[0], batch.num_seqs, num_kv_heads, q.shape[1] // num_kv_heads, q.shape[2], q.dtype,
-        limits, has_window=window is not None,
-    )  # fmt: skip
     short = plan_beside_prompts(q, kv_cache, batch, window, limits, min_piece)
     fewest = 1
     if short is not None:
         fewest = short.queries + 1
         launch_decode(out, lse, q, kv_cache, scales, batch, None, scoring, short, workspace, pdl)
-    launch_prefill(out, lse, q, kv_cache, scales, batch, scoring, tile, pdl, fewest_queries=fewest)
+    blocks = plan_blocks(
+        q, kv_cache, batch, window, limits, tile, fewest, min_block_piece, is_cut=is_cut
+    )
+    launch_prefill(out, lse, q, kv_cache, scales, batch, scoring, blocks, pdl)
     return out

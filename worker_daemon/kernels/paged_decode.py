@@ -22,7 +22,7 @@ from worker_daemon.contracts.attention import AttentionMetadata, AttentionSinks,
 from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.contracts.layer_ops import HeadNorms
-from worker_daemon.kernels.attention_merge import launch_merge_splits, merge_pieces
+from worker_daemon.kernels.attention_merge import launch_merge_items, launch_merge_splits
 from worker_daemon.kernels.attention_tiles import (
     NO_SCORE,
     STEP_SIZES,
@@ -31,18 +31,22 @@ from worker_daemon.kernels.attention_tiles import (
     attend_to_none,
     fold,
     load_keys,
-    store_log_sum_exp,
 )
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.decode_schedule import (
     Cutting,
-    is_last_piece,
     load_item,
     schedule_decodes,
 )
 from worker_daemon.kernels.fp8 import head_scales, quantize
 from worker_daemon.kernels.fp8_tiles import attend_fp8, load_words
 from worker_daemon.kernels.head_rotation import load_angles, load_gains, load_pairs, turn
+from worker_daemon.kernels.key_parts import (
+    clear_padding,
+    keys_of_split,
+    merge_if_last,
+    store_result,
+)
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 from worker_daemon.kernels.prefetch import prefetch
 from worker_daemon.kernels.scores import Scoring, join_sinks, softcapped
@@ -355,76 +359,8 @@ def launch_decode(
     )
     if num_splits > 1:
         launch_merge_splits(out, lse, partial_out, partial_lse, batch, queries, num_splits, pdl)
-
-
-@triton.jit
-def _clear(pointers, inside, lse, place, is_row):
-    """Store a row of padding: 0, and -inf to lse + place."""
-    tl.store(pointers, tl.zeros(pointers.shape, pointers.dtype.element_ty), mask=inside)
-    row_sum = tl.zeros(place.shape, tl.float32)
-    store_log_sum_exp(lse, place, row_sum + NO_SCORE, row_sum, is_row)
-
-
-@triton.jit
-def _clear_padding(
-    out,
-    lse,
-    place,
-    is_idle,
-    padding_start,
-    num_tokens,
-    split,
-    head,
-    inside,
-    is_row,
-    out_token_stride,
-    out_head_stride,
-    NUM_Q_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-):
-    """Clear this program's share of the padding. place: among the idle programs, those without a
-    query; with several queries among all. head, inside, is_row: of the tile's rows. padding_start
-    points to the first token of the padding."""
-    dim = tl.arange(0, inside.shape[1])
-    if QUERIES == 1:
-        if is_idle:
-            padding = (tl.load(padding_start) + place).to(tl.int64)
-            rows = out + padding * out_token_stride + (head * out_head_stride)[:, None]
-            if (padding < num_tokens) & (split == 0):
-                _clear(rows + dim[None, :], inside, lse, padding * NUM_Q_HEADS + head, is_row)
-    else:
-        # Padding takes the rows of the tile that has its place.
-        row = tl.arange(0, inside.shape[0])
-        padding = place.to(tl.int64) * QUERIES + row // GROUP
-        last = tl.where(split == 0, num_tokens, 0)
-        is_padding = (padding >= tl.load(padding_start)) & (padding < last)
-        is_padding = is_padding & (row < QUERIES * GROUP)
-        rows = out + padding * out_token_stride + head * out_head_stride
-        _clear(
-            rows[:, None] + dim[None, :], is_padding[:, None] & (dim < HEAD_DIM)[None, :],
-            lse, padding * NUM_Q_HEADS + head, is_padding,
-        )  # fmt: skip
-
-
-@triton.jit
-def _keys_of_split(
-    num_keys, window, split, num_splits, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Return the split's range (start, end) of the keys that a query at the last key sees, or one
-    of QUERIES before it if the window is longer by them, in whole tiles. The last splits have
-    one tile less than the first, if they differ. A split without a tile has start >= num_keys, as
-    _attend_cached needs it of a held tile."""
-    first_tile = 0
-    if HAS_WINDOW:
-        first_tile = tl.maximum(num_keys - window, 0) // BLOCK_N
-    tiles = tl.cdiv(num_keys, BLOCK_N) - first_tile
-    most = tl.cdiv(tiles, num_splits)
-    num_most = tiles - (most - 1) * num_splits
-    start = (first_tile + split * most - tl.maximum(split - num_most, 0)) * BLOCK_N
-    length = tl.where(split < num_most, most, most - 1) * BLOCK_N
-    return start, tl.minimum(start + length, num_keys)
+    elif schedule is not None and queries > 1:
+        launch_merge_items(out, lse, partial_out, partial_lse, schedule, queries, num_kv_heads, pdl)
 
 
 @triton.jit
@@ -628,89 +564,6 @@ def _attend_cached(
 
 
 @triton.jit
-def _store_result(
-    out,
-    lse,
-    partial_out,
-    partial_lse,
-    acc,
-    row_sum,
-    row_max,
-    value_scale,
-    place,
-    piece_row,
-    split,
-    num_splits,
-    inside,
-    is_row,
-    HEAD_DIM: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PIECE_ROWS: tl.constexpr,
-):
-    """Write the rows [BLOCK_M, BLOCK_D] of a running softmax: to out, which points at each row, and
-    to lse + place; or those of a split, with their log-sum-exps, to the partial results. piece_row:
-    their rows there if they are a schedule's first piece of a sequence, PIECE_ROWS before those of
-    the second. SPLIT: see _decode_kernel."""
-    if SPLIT is None:
-        is_part, partial_row = num_splits > 1, piece_row + split * PIECE_ROWS
-    else:
-        is_part, partial_row = SPLIT, place * num_splits + split
-    dim = tl.arange(0, acc.shape[1])
-    divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
-    result = acc / divisor[:, None] * value_scale
-    if is_part:
-        tl.store(
-            partial_out + (partial_row * HEAD_DIM)[:, None] + dim[None, :], result, mask=inside
-        )
-        # Without keys it is still NO_SCORE: such a split has weight zero.
-        tl.store(partial_lse + partial_row, row_max + tl.log2(divisor), mask=is_row)
-    else:
-        tl.store(out + dim[None, :], result.to(out.dtype.element_ty), mask=inside)
-        store_log_sum_exp(lse, place, row_max, row_sum, is_row)
-
-
-@triton.jit
-def _merge_if_last(
-    schedule,
-    first_item,
-    pieces,
-    first_partial,
-    out,
-    lse,
-    partial_out,
-    partial_lse,
-    next_token,
-    num_queries,
-    kv_head,
-    out_token_stride,
-    out_head_stride,
-    NUM_Q_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    MERGED_ROWS: tl.constexpr,
-    MERGED: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Merge a KV head's pieces of a sequence, from first_item on, if this program is the last of
-    them to store its own. Its queries end before next_token. See _decode_kernel."""
-    if pieces > 1:
-        is_last = is_last_piece(schedule, first_item, kv_head, pieces, NUM_Q_HEADS // GROUP)
-        if is_last:
-            row = tl.arange(0, MERGED_ROWS)
-            head = kv_head * GROUP + row
-            token = (next_token - num_queries).to(tl.int64)
-            for query in range(num_queries):
-                place = (token + query) * NUM_Q_HEADS + head
-                merge_pieces(
-                    out + (token + query) * out_token_stride + head * out_head_stride, lse, place,
-                    partial_out, partial_lse,
-                    (first_partial * QUERIES + query) * NUM_Q_HEADS + head, pieces, row < GROUP,
-                    QUERIES * NUM_Q_HEADS, HEAD_DIM, MERGED_ROWS, MERGED, BLOCK_D,
-                )  # fmt: skip
-
-
-@triton.jit
 def _place_rows(
     kv_head, num_queries, GROUP: tl.constexpr, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr
 ):
@@ -739,7 +592,7 @@ def _find_decode(
 ):
     """Return the sequence of the place-th program: its query token, the next sequence's, its block
     table row and its number of keys; then its split of how many, its first partial result, and the
-    program's place in _clear_padding. Without work there is no query, and perhaps no key."""
+    program's place in clear_padding. Without work there is no query, and perhaps no key."""
     if schedule is None:
         seq = tl.load(seq_order + place, mask=place < num_seqs, other=place)
         token = tl.load(query_start_loc + tl.minimum(seq, num_seqs))
@@ -840,8 +693,8 @@ def _decode_kernel(
     has num_splits programs, of which SPLIT says if they are several. CLEARS: the rows of padding
     are set to 0.
 
-    The last program of a sequence that the schedule has cut merges its pieces (the fix-up of
-    Stream-K), MERGED at a time. MERGED_ROWS: GROUP, padded to a power of two.
+    The last program of a sequence with one query that the schedule has cut merges its pieces (the
+    fix-up of Stream-K). MERGED_ROWS, MERGED: see merge_if_last.
     """
     start_next(PDL)
     # Heads vary fastest: those of one sequence run together and share its blocks' pages.
@@ -863,7 +716,7 @@ def _decode_kernel(
     if ROTATES:
         # For the cached keys, treat the query as if at the position of the last one.
         num_keys, window = num_keys - 1, window - 1
-    start, end = _keys_of_split(
+    start, end = keys_of_split(
         num_keys, window + (QUERIES - 1), split, num_splits, HAS_WINDOW, BLOCK_N
     )
     unheld, held_k, held_v, held_pos = start, None, None, None
@@ -883,7 +736,7 @@ def _decode_kernel(
         )  # fmt: skip
     await_previous(PDL)
     if CLEARS:
-        _clear_padding(
+        clear_padding(
             out, lse, clearing, next_token == token, query_start_loc + num_seqs, num_tokens,
             tl.program_id(2), head, inside, is_row, out_token_stride, out_head_stride,
             NUM_Q_HEADS, GROUP, QUERIES, HEAD_DIM,
@@ -925,16 +778,15 @@ def _decode_kernel(
         unheld, end, window, score_scale,
         HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, SOFTCAP, HOLDS, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    _store_result(
+    store_result(
         results + (head * out_head_stride)[:, None], lse, partial_out, partial_lse,
         acc, row_sum, row_max, value_scale, token * NUM_Q_HEADS + head,
         (first_partial * QUERIES + query) * NUM_Q_HEADS + head, split, num_splits,
         inside, is_row, HEAD_DIM, SPLIT, QUERIES * NUM_Q_HEADS,
     )  # fmt: skip
-    if schedule is not None:
-        _merge_if_last(
+    if schedule is not None and QUERIES == 1:
+        merge_if_last(
             schedule, tl.program_id(1) - split, num_splits, first_partial, out, lse,
-            partial_out, partial_lse, next_token, num_queries, kv_head,
-            out_token_stride, out_head_stride,
-            NUM_Q_HEADS, GROUP, QUERIES, HEAD_DIM, MERGED_ROWS, MERGED, BLOCK_D,
+            partial_out, partial_lse, next_token - 1, kv_head, out_token_stride, out_head_stride,
+            NUM_Q_HEADS, GROUP, HEAD_DIM, MERGED_ROWS, MERGED, BLOCK_D,
         )  # fmt: skip

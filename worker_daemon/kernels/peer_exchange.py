@@ -20,16 +20,16 @@ from worker_daemon.kernels.launch import await_previous, launch_options, row_war
 from worker_daemon.kernels.peer_words import (
     POLLS_PER_STOP,
     PROGRAMS,
-    STOPPED,
-    TURN_MASK,
     WORD_BYTES,
     WORD_DTYPES,
     addresses_of,
-    await_words,
+    begin_turn,
+    end_turn,
     high_half,
     low_half,
     pack_halves,
     region_words,
+    take_words,
     unique_block,
     window_at,
     words_of,
@@ -194,9 +194,7 @@ def _peer_gather_kernel(
     stop = tl.load(addresses + RANKS).to(tl.pointer_type(tl.int32))
     window = window_at(addresses + RANK)
     await_previous(PDL)
-    turn = tl.load(turns + program)
-    is_stopped = (turn == STOPPED).to(tl.int32)
-    slot = (program * 2 + (turn & 1)) * RANKS * REGION
+    turn, is_stopped, slot = begin_turn(turns, RANKS, REGION)
     num_own = (num_rows - program + programs - 1) // programs
 
     for index in range(num_own):
@@ -223,16 +221,13 @@ def _peer_gather_kernel(
                 to = source * num_rows + row
                 place = window + slot + source * REGION + index * ROW
                 inbox, inside = place + word, word < SIZE
-                words, is_stopped = await_words(inbox, inside, stop, is_stopped, BLANK, POLLS)
-                tl.store(inbox, tl.full((BLOCK,), BLANK, tl.int32), mask=inside)
+                words, is_stopped = take_words(inbox, inside, stop, is_stopped, BLANK, POLLS)
                 tl.store(tokens + to.to(tl.int64) * SIZE + word, words, mask=inside)
                 last, is_routed = place + SIZE + tail, tail < 2 * TOP_K
-                routed, is_stopped = await_words(last, is_routed, stop, is_stopped, BLANK, POLLS)
-                tl.store(last, tl.full((TAIL,), BLANK, tl.int32), mask=is_routed)
+                routed, is_stopped = take_words(last, is_routed, stop, is_stopped, BLANK, POLLS)
                 routed = tl.where(routed == BLANK, -1, routed)  # those of a peer that is gone
                 _store_routed(experts, weights, to, routed, tail, TOP_K)
-    # Once a program has seen the stop flag, later ones do not check again.
-    tl.store(turns + program, tl.where(is_stopped != 0, STOPPED, (turn + 1) & TURN_MASK))
+    end_turn(turns, turn, is_stopped)
 
 
 @launched
@@ -263,9 +258,7 @@ def _peer_sum_kernel(
     stop = tl.load(addresses + RANKS).to(tl.pointer_type(tl.int32))
     window = window_at(addresses + RANK)
     await_previous(PDL)
-    turn = tl.load(turns + program)
-    is_stopped = (turn == STOPPED).to(tl.int32)
-    slot = (program * 2 + (turn & 1)) * RANKS * REGION
+    turn, is_stopped, slot = begin_turn(turns, RANKS, REGION)
     num_own = (num_rows - program + programs - 1) // programs
 
     for index in range(num_own):
@@ -290,8 +283,7 @@ def _peer_sum_kernel(
                 words = own
             else:
                 inbox = window + slot + source * REGION + index * SIZE + word
-                words, is_stopped = await_words(inbox, inside, stop, is_stopped, BLANK, POLLS)
-                tl.store(inbox, tl.full((BLOCK,), BLANK, tl.int32), mask=inside)
+                words, is_stopped = take_words(inbox, inside, stop, is_stopped, BLANK, POLLS)
             if IS_FLOAT32:
                 low += words.to(tl.float32, bitcast=True)
             else:
@@ -299,4 +291,4 @@ def _peer_sum_kernel(
                 high += high_half(words, DTYPE)
         sums = low.to(tl.int32, bitcast=True) if IS_FLOAT32 else pack_halves(low, high, DTYPE)
         tl.store(out + row.to(tl.int64) * SIZE + word, sums, mask=inside)
-    tl.store(turns + program, tl.where(is_stopped != 0, STOPPED, (turn + 1) & TURN_MASK))
+    end_turn(turns, turn, is_stopped)

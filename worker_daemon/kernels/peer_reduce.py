@@ -18,16 +18,16 @@ from worker_daemon.kernels.norm import offset_gain
 from worker_daemon.kernels.peer_words import (
     POLLS_PER_STOP,
     PROGRAMS,
-    STOPPED,
-    TURN_MASK,
     WORD_BYTES,
     WORD_DTYPES,
     addresses_of,
-    await_words,
+    begin_turn,
+    end_turn,
     high_half,
     low_half,
     pack_halves,
     region_words,
+    take_words,
     unique_block,
     window_at,
     words_of,
@@ -218,9 +218,7 @@ def _peer_reduce_kernel(
         gain = _load_gain(weight, word, SIZE)
     x_gain = _load_gain(x_weight, word, SIZE)
     await_previous(PDL)
-    turn = tl.load(turns + program)
-    is_stopped = (turn == STOPPED).to(tl.int32)
-    slot = (program * 2 + (turn & 1)) * RANKS * REGION
+    turn, is_stopped, slot = begin_turn(turns, RANKS, REGION)
 
     for index in range(ROWS):
         row = program + index * programs
@@ -248,8 +246,7 @@ def _peer_reduce_kernel(
                 words = own
             else:
                 inbox = window + slot + source * REGION + index * SIZE + word
-                words, is_stopped = await_words(inbox, inside, stop, is_stopped, BLANK, POLLS)
-                tl.store(inbox, tl.full((BLOCK,), BLANK, tl.int32), mask=inside)
+                words, is_stopped = take_words(inbox, inside, stop, is_stopped, BLANK, POLLS)
             low += low_half(words, DTYPE)
             high += high_half(words, DTYPE)
         if x_weight is not None:
@@ -262,5 +259,4 @@ def _peer_reduce_kernel(
             tl.store(normed + element, pack_halves(low, high, DTYPE), mask=inside)
         else:
             tl.store(total + element, pack_halves(low, high, DTYPE), mask=inside)
-    # Once a program has seen the stop flag, later ones do not check again.
-    tl.store(turns + program, tl.where(is_stopped != 0, STOPPED, (turn + 1) & TURN_MASK))
+    end_turn(turns, turn, is_stopped)

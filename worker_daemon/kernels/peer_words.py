@@ -84,9 +84,27 @@ def window_at(address):
 
 
 @triton.jit
-def await_words(address, inside, stop, is_stopped, BLANK: tl.constexpr, POLLS: tl.constexpr):
-    """Return the words at address once none of them is blank, or immediately if stopped; and the
-    stopped state."""
+def begin_turn(turns, RANKS: tl.constexpr, REGION: tl.constexpr):
+    """Return a program's turn, its stopped state, and the first word of the turn's slot in each
+    window."""
+    program = tl.program_id(0)
+    turn = tl.load(turns + program)
+    is_stopped = (turn == STOPPED).to(tl.int32)
+    return turn, is_stopped, (program * 2 + (turn & 1)) * RANKS * REGION
+
+
+@triton.jit
+def end_turn(turns, turn, is_stopped):
+    """Store a program's next turn. Once it has seen the stop flag, later ones do not check
+    again."""
+    after = tl.where(is_stopped != 0, STOPPED, (turn + 1) & TURN_MASK)
+    tl.store(turns + tl.program_id(0), after)
+
+
+@triton.jit
+def take_words(address, inside, stop, is_stopped, BLANK: tl.constexpr, POLLS: tl.constexpr):
+    """Return the words at address once none of them is blank, or immediately if stopped, and leave
+    blank words there; and the stopped state."""
     words = tl.load(address, mask=inside, other=0, volatile=True)
     missing = tl.max((words == BLANK).to(tl.int32), axis=0)
     polls = 0
@@ -96,4 +114,5 @@ def await_words(address, inside, stop, is_stopped, BLANK: tl.constexpr, POLLS: t
         polls += 1
         if polls % POLLS == 0:
             is_stopped = (tl.load(stop, volatile=True) != 0).to(tl.int32)
+    tl.store(address, tl.full(words.shape, BLANK, tl.int32), mask=inside)
     return words, is_stopped

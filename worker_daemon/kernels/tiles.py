@@ -35,6 +35,13 @@ MIN_PIECE_KEYS = 1024
 """Keys of the pieces into which sequences of different lengths are cut, at least: a program reads
 as many in some 15 us, ten times what its start takes."""
 
+MIN_BLOCK_PIECE_KEYS = 512
+"""The same, of blocks of query tokens (query_blocks.py), which compute more for each key."""
+
+MAX_CUT_TOKENS = 512
+"""Tokens of a step up to which the keys of its blocks are always cut. More have programs enough,
+unless few of them see most of the keys."""
+
 PIECES_PER_SM = 4
 """Pieces that such a schedule may add, for each SM."""
 
@@ -151,6 +158,25 @@ def prefill_tile(
     else:
         wanted = Tile(max(rows, LARGE_TILE_ROWS), 64, num_warps=8, num_stages=3)
     return fit_tile(wanted, rows, head_dim, dtype, limits)
+
+
+def block_tile(group_size: int, head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> Tile:
+    """Return the tile for blocks of query tokens whose keys are cut, whatever their number and
+    context, so that one kernel serves all of them."""
+    rows = max(MIN_DOT_ROWS, next_power_of_two(group_size))
+    if dtype == torch.float32:
+        wanted = _exact_tile(rows)
+    elif padded_head_dim(head_dim) > WIDE:
+        wanted = Tile(max(rows, 64), 32, num_warps=8, num_stages=5)
+    else:
+        wanted = Tile(max(rows, 64), 64, num_warps=4, num_stages=5)
+    return fit_tile(wanted, rows, head_dim, dtype, limits)
+
+
+def block_slots(tile: Tile, num_kv_heads: int, limits: DeviceLimits) -> int:
+    """Return the programs, for each KV head, among which blocks of query tokens are divided: eight
+    warps on each SM."""
+    return max(1, limits.num_sms * 8 // (num_kv_heads * tile.num_warps))
 
 
 def gathered_tile(

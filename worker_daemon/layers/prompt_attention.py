@@ -2,14 +2,13 @@
 
 Shapes: N tokens in the step, Hq query and Hkv KV heads, D head_dim, P the tokens of a plan.
 
-A sequence with MIN_TOKENS or more in the step is a long chunk: a prompt, or a part of one. Its keys
-and values are gathered out of the cache into contiguous memory once a layer, in the model's dtype.
-At 8,192 tokens with the attention heads of Llama 8B this moves 67 MB, 20 to 30 us on an H200,
-compared with 1 ms of attention. cuDNN, the fastest, needs a plan for each length, so it computes
-only whole prompts near a few lengths (PLAN_TOKENS), padded: a causal query never sees later rows. A
-GatheredAttention computes the others: after earlier context, with a window, of other lengths, in a
-layer that caps its scores or has sinks, or with a log-sum-exp, which torch's call of cuDNN does not
-return.
+A sequence with MIN_TOKENS or more in the step, or fewer after a long context, is a long chunk: a
+prompt, or a part of one. Its keys and values are gathered out of the cache into contiguous memory
+once a layer, in the model's dtype. At 8,192 tokens with the attention heads of Llama 8B this moves
+67 MB, 20 to 30 us on an H200, compared with 1 ms of attention. cuDNN, the fastest, needs a plan for
+each length, so it computes only whole prompts near a few lengths (PLAN_TOKENS), padded: a causal
+query never sees later rows. A GatheredAttention computes the others: after earlier context, with a
+window, of other lengths, in a layer with a cap or sinks, or with a log-sum-exp.
 """
 
 from collections.abc import Callable
@@ -36,6 +35,10 @@ from worker_daemon.device.pinned import upload
 MIN_TOKENS = 1024
 """Shorter chunks are bound by launches, and the paged kernel needs fewer: one for all of them."""
 
+MIN_LATER_TOKENS, LONG_CONTEXT = 256, 16384
+"""Chunks of fewer tokens than MIN_TOKENS are long too if their context has LONG_CONTEXT tokens or
+more: their attention, which libraries compute faster, then takes most of a layer's time."""
+
 PLAN_TOKENS = (1024, 2048, 4096, 8192, 16384)
 """Ascending powers of two. The warm-up runs all of these sizes, so it makes every plan that a step
 may need."""
@@ -48,6 +51,16 @@ TFLOP/s on an H200)."""
 WholeAttention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """(q [1, Hq, P, D], k and v [1, Hkv, P, D], scale) -> [1, Hq, P, D], causal; the last dimension is
 contiguous, the others have any strides."""
+
+
+def are_long_chunks(
+    query_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]
+) -> npt.NDArray[np.bool_]:
+    """Return which sequences [B] of a step are long chunks, by their tokens in the step and their
+    contexts."""
+    fewest = np.where(seq_lens < LONG_CONTEXT, MIN_TOKENS, MIN_LATER_TOKENS)
+    # Gathered keys are at least as many as the queries.
+    return (query_lens >= fewest) & (seq_lens >= query_lens)
 
 
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -91,7 +104,7 @@ class PromptAttention:
         lse: Tensor | None = None,
     ) -> Tensor:
         """See AttentionBackend. kv_cache is contiguous."""
-        if metadata.max_query_len < MIN_TOKENS:
+        if not _may_have_chunks(metadata):
             return self._paged.attend(q, kv_cache, layer, metadata, lse)
         split = self._split(metadata)
         if not split.chunks:
@@ -118,7 +131,7 @@ class PromptAttention:
         step: AttentionStep,
         lse: Tensor | None = None,
     ) -> Tensor:
-        if step.metadata.max_query_len < MIN_TOKENS:
+        if not _may_have_chunks(step.metadata):
             return self._paged.rotate_and_attend(qkv, kv_cache, layer, step, lse)
         q = layer.rotate_and_store(qkv, kv_cache, step)
         return self.attend(q, kv_cache, layer, step.metadata, lse)
@@ -213,6 +226,12 @@ class _Split:
     """The metadata of the gaps alone, joined."""
 
 
+def _may_have_chunks(metadata: AttentionMetadata) -> bool:
+    """Return False if the step's bounds exclude long chunks."""
+    fewest = MIN_TOKENS if metadata.max_seq_len < LONG_CONTEXT else MIN_LATER_TOKENS
+    return metadata.max_query_len >= fewest
+
+
 def _split_step(metadata: AttentionMetadata) -> _Split:
     chunks = _long_chunks(metadata.query_lens_np, metadata.seq_lens_np)
     if not chunks:
@@ -228,8 +247,7 @@ def _split_step(metadata: AttentionMetadata) -> _Split:
 def _long_chunks(
     query_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]
 ) -> list[_LongChunk]:
-    # Gathered keys are at least as many as the queries.
-    are_long = (query_lens >= MIN_TOKENS) & (seq_lens >= query_lens)
+    are_long = are_long_chunks(query_lens, seq_lens)
     lengths, totals = query_lens.tolist(), seq_lens.tolist()
     starts = [0, *accumulate(lengths)]
     return [

@@ -10,7 +10,7 @@ Letters: N tokens, H hidden size, R samples, V vocabulary.
 from dataclasses import dataclass
 from typing import Final
 
-from worker_daemon.layers.prompt_attention import MIN_TOKENS
+from worker_daemon.layers.prompt_attention import LONG_CONTEXT, MIN_LATER_TOKENS, MIN_TOKENS
 from worker_daemon.runner.parts.registry import PARTS
 from worker_daemon.runner.parts.step_parts import with_columns
 from worker_daemon.runner.scheduled_step import StepLimits
@@ -77,7 +77,8 @@ def estimate_step_bytes(widths: StageWidths, limits: StepLimits) -> int:
     tokens = min(limits.max_num_batched_tokens, rows * limits.max_model_len)
     samples = limits.max_num_samples
     sampling = _sampling_bytes(widths, tokens, samples) if widths.is_last_stage else 0
-    is_long = min(tokens, limits.max_model_len) >= MIN_TOKENS
+    fewest = MIN_TOKENS if limits.max_model_len < LONG_CONTEXT else MIN_LATER_TOKENS
+    is_long = min(tokens, limits.max_model_len) >= fewest
     gathered = widths.gathered_size * limits.max_model_len if is_long else 0
     peak = max(_layer_bytes(widths, tokens, gathered) + widths.dequantized_bytes, sampling)
     total = peak + _table_bytes(limits) + _neighbour_bytes(widths, limits, tokens)

@@ -15,7 +15,7 @@ import numpy as np
 
 from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
 from worker_daemon.drafting.interface import MissingTokens
-from worker_daemon.layers.prompt_attention import MIN_TOKENS
+from worker_daemon.layers.prompt_attention import MIN_LATER_TOKENS
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.scheduled_step import ScheduledStep
 
@@ -135,7 +135,7 @@ class DraftBacklog:
             # The true length of a row whose end is a bound: it has sampled all but the known ones.
             is_bound = step.corrections[indices] >= 0
             least = self._state.num_known_tokens[slots] + step.num_tokens[indices]
-            bound = np.where(missing <= least, np.minimum(missing, MIN_TOKENS - 1), 0)
+            bound = np.where(missing <= least, np.minimum(missing, MIN_LATER_TOKENS - 1), 0)
             most = np.where(is_bound, bound, missing)
         order = np.argsort(missing, kind="stable")
         reached = np.cumsum(most[order], dtype=np.int64)

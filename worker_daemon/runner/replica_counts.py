@@ -1,11 +1,8 @@
-"""The last frame of each step of replicas in lockstep: how much every replica has to compute. All
-ranks have the same bytes, so what they agree on follows from it without an exchange."""
-
-from collections.abc import Sequence
+"""The counts in each step of replicas in lockstep: how much every replica has to compute. All ranks
+have the same bytes, so what they agree on follows from them without an exchange."""
 
 import numpy as np
 
-from rpc_schema.codec import Frame
 from rpc_schema.step import ExecuteModel
 from worker_daemon.runner.scheduled_step import TokensOfReplicas, invalid
 from worker_daemon.runner.slot_bitmap import read_bitmap
@@ -23,20 +20,25 @@ class ReplicaCounts:
         self.tokens: TokensOfReplicas | None = None
         """Those of each replica in the last step that was taken, or refused for what else it has;
         None if it had no such counts."""
+        self._last: tuple[bytes, bytes, int] | None = None
+        """Counts, slots and tokens of the last step if they agreed: most steps have the same."""
 
-    def take(self, step: ExecuteModel, arrays: Sequence[Frame]) -> Sequence[Frame]:
-        """Check the counts, and return the step's other frames.
+    def check(self, step: ExecuteModel) -> None:
+        """Check a step's counts.
 
         Raises:
             InvalidStepError: there are no counts of all replicas, one is negative, or those of this
                 rank's replica are not its step's.
         """
-        self.tokens = None
-        if not arrays or len(arrays[-1]) != 2 * _INT32.itemsize * self.dp_size:
-            size = f"{len(arrays[-1])} bytes" if arrays else "no frame"
-            fix = f"replicas in lockstep: a last frame of int32 [{self.dp_size}, 2]"
+        given = step.replica_counts, step.scheduled, step.total_num_scheduled_tokens
+        if given == self._last:
+            return
+        self.tokens = self._last = None
+        if len(step.replica_counts) != 2 * _INT32.itemsize * self.dp_size:
+            size = f"{len(step.replica_counts)} bytes"
+            fix = f"replicas in lockstep: int32 [{self.dp_size}, 2]"
             raise invalid("replica_counts", size, fix)
-        counts = np.frombuffer(arrays[-1], _INT32).reshape(self.dp_size, 2)
+        counts = np.frombuffer(step.replica_counts, _INT32).reshape(self.dp_size, 2)
         if (counts < 0).any():
             raise invalid("replica_counts", counts.tolist(), "numbers of requests and tokens")
         are_decodes = bool((counts[:, 0] == counts[:, 1]).all())
@@ -45,4 +47,4 @@ class ReplicaCounts:
         if counts[self.dp_rank].tolist() != own:
             fix = f"those of replica {self.dp_rank}'s own step: {own}"
             raise invalid("replica_counts", counts[self.dp_rank].tolist(), fix)
-        return arrays[:-1]
+        self._last = given

@@ -278,7 +278,10 @@ class RequestState:
         """
         try:
             if self._lockstep is not None:
-                arrays = self._lockstep.take(step, arrays)
+                self._lockstep.check(step)
+            elif step.replica_counts:
+                size, fix = f"{len(step.replica_counts)} bytes", "empty: there is one replica"
+                raise invalid("replica_counts", size, fix)
             scheduled = self._go_on(step, arrays)
             if scheduled is None:
                 known, deferred = self.num_known_tokens, self._deferred

@@ -8,6 +8,11 @@ graph reads at fixed addresses, so the layout depends only on the sizes.
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from worker_daemon.layers.prompt_attention import (
+    LONG_CONTEXT,
+    MIN_LATER_TOKENS,
+    are_long_chunks,
+)
 from worker_daemon.runner.scheduled_step import (
     MAX_BLOCK_UPDATES,
     ScheduledStep,
@@ -247,7 +252,7 @@ class StepLadder(ExactShapes):
                     return plan
         if 0 < count <= len(self._mixed_by_count):
             plan = self._mixed_by_count[count - 1]
-            if step.longest <= plan.max_seq_len:
+            if step.longest <= plan.max_seq_len and not _has_late_chunk(step):
                 return plan
         return super().fit(step)
 
@@ -268,6 +273,15 @@ class StepLadder(ExactShapes):
             ):
                 return plan
         return None
+
+
+def _has_late_chunk(step: ScheduledStep) -> bool:
+    """Return True if the step has a long chunk after a long context, which kernels that only eager
+    steps use compute faster."""
+    if step.longest < LONG_CONTEXT or step.total_num_tokens < MIN_LATER_TOKENS:
+        return False
+    is_late = step.ends >= LONG_CONTEXT
+    return bool((are_long_chunks(step.num_tokens, step.ends) & is_late).any())
 
 
 class ProposalPlan(NamedTuple):

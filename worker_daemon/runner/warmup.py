@@ -17,7 +17,7 @@ from rpc_schema.operations import StepMessage
 from rpc_schema.pooling import MAX_POOLED_BYTES, VALUE_BYTES, PoolingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.kernels.tiles import MIN_PIECE_KEYS
-from worker_daemon.layers.prompt_attention import MIN_TOKENS
+from worker_daemon.layers.prompt_attention import LONG_CONTEXT, MIN_TOKENS
 from worker_daemon.runner.parts.registry import heaviest_of_step
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.slot_bitmap import read_bitmap
@@ -188,7 +188,7 @@ def size_lengths(limits: StepLimits) -> Iterator[StepLengths]:
     """Yield prefills of every order of magnitude, as one prompt and as many. The largest comes
     first, because the smaller ones can reuse its memory."""
     most_seqs, most_tokens = min(limits.max_num_seqs, limits.num_blocks - 1), _most_tokens(limits)
-    is_cut = most_seqs > 1 and limits.max_model_len > MIN_PIECE_KEYS and _may_begin_later(limits)
+    is_cut = limits.max_model_len > MIN_PIECE_KEYS and _may_begin_later(limits)
     for total in reversed(_powers_up_to(most_tokens)):
         # As one prompt, as prompts just too short for a separate kernel, and as short ones.
         wanted = (1, -(-total // _SHARED_LENGTH), -(-total // 16), total)
@@ -203,8 +203,14 @@ def size_lengths(limits: StepLimits) -> Iterator[StepLengths]:
                 lengths, counts = [2, *lengths], [1, total - 1]
             yield lengths, counts
         if 2 * total > min(_SHARED_LENGTH, most_tokens) and 1 < total <= _SHARED_LENGTH and is_cut:
-            # Beside a chunk that needs no other kernel, decodes of long contexts do.
-            yield [2, min(limits.max_model_len, MIN_PIECE_KEYS + total)], [1, total - 1]
+            # As a short chunk of a long context, beside a decode if there is room: their keys are
+            # cut.
+            lengths, counts = [min(limits.max_model_len, MIN_PIECE_KEYS + total)], [total]
+            if most_seqs > 1:
+                lengths, counts = [2, *lengths], [1, total - 1]
+            yield lengths, counts
+            if most_tokens <= _SHARED_LENGTH and LONG_CONTEXT + total <= limits.max_model_len:
+                yield [LONG_CONTEXT + total], [total]
 
 
 def proposal_lengths(limits: StepLimits) -> Iterator[StepLengths]:

@@ -49,12 +49,22 @@ class Arrivals:
         return bool(self._left)
 
     def take_due(self) -> list[InputRequest]:
-        """Return those that have arrived since the last call."""
+        """Return those that have arrived since the last call, the earliest first."""
         elapsed = time.monotonic() - self._began
         due = []
         while self._left and self._left[0].arrival_s <= elapsed:
             due.append(self._left.popleft())
         return due
+
+    def add(self, inputs: Sequence[InputRequest]) -> None:
+        """Add requests of the same run, some of which may have arrived."""
+        if inputs:
+            self._left = deque(sorted([*self._left, *inputs], key=lambda entry: entry.arrival_s))
+
+    def take_all(self) -> list[InputRequest]:
+        """Return all that are left."""
+        left, self._left = [*self._left], deque()
+        return left
 
     def wait(self) -> None:
         """Wait for the next one, or for a moment."""

@@ -15,11 +15,12 @@ from rpc_schema.pooling import PoolingParams, PoolingTask
 from worker_client.cli.input_adapters import with_hub_adapters
 from worker_client.cli.options import one_of
 from worker_client.cli.output_file import check_writable, print_text, replacement
+from worker_client.cli.replica_run import Served
 from worker_client.cli.report import JsonObject
 from worker_client.cli.results import Results
 from worker_client.cli.run import end_if_all_are_wrong, print_progress, read_requests, report_errors
 from worker_client.cli.run_options import RunOptions, takes_run_options
-from worker_client.cli.session import InputRequest, Served, open_session
+from worker_client.cli.session import InputRequest, open_session
 from worker_client.errors import RequestError, config_error
 from worker_client.inputs.request_checks import validated
 from worker_client.inputs.request_fields import flat

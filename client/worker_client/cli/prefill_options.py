@@ -66,6 +66,10 @@ class PrefillOptions:
                     fix = "name its daemons: --prefill-endpoints EP,EP,..."
                     raise config_error(name, value, "there is no such group", fix)
             return None
+        if plan.config.parallel.data_parallel_size > 1:
+            problem = "prompts are computed apart for one replica"
+            size = plan.config.parallel.data_parallel_size
+            raise config_error("data_parallel_size", size, problem, "use 1, or no other group")
         endpoints = split_endpoints(self.prefill_endpoints)
         if not endpoints:
             fix = "give EP,EP,..., or leave the option out"

@@ -16,7 +16,8 @@ from worker_client.cli.expert_loads import (
     num_expert_ranks,
     rank_figures,
 )
-from worker_client.cli.session import InputRequest, Served, versions
+from worker_client.cli.replica_run import Served
+from worker_client.cli.session import InputRequest, versions
 from worker_client.group.expert_loads import LoadsByLayer, loads_by_layer, loads_since
 from worker_client.inputs.text_stream import final_text
 from worker_client.inputs.tokenizer import Tokenizer

@@ -14,12 +14,12 @@ from worker_client.cli.bench_table import bench_table
 from worker_client.cli.daemons import Scrape
 from worker_client.cli.input_adapters import with_hub_adapters
 from worker_client.cli.output_file import check_output, print_text, write_whole
+from worker_client.cli.replica_run import Served
 from worker_client.cli.report import JsonObject, bench_object, output_line, output_lines
 from worker_client.cli.results import Results, read_finished, with_adopted
 from worker_client.cli.run_options import RunOptions, takes_run_options
 from worker_client.cli.session import (
     InputRequest,
-    Served,
     Session,
     open_session,
     read_inputs,

@@ -20,7 +20,6 @@ from worker_client.service.generation_defaults import sampling_defaults
 from worker_client.worker_group import parse_endpoints
 
 NOT_SERVED: Final = (
-    "data_parallel_size",
     "prompt",
     "input_",
     "output",
@@ -45,7 +44,8 @@ def _choose_size(values: dict[str, Any]) -> None:
     """Spread the model over the GPUs, unless an option says otherwise."""
     if values["endpoints"] is None and values["tensor_parallel_size"] is None:
         found = chosen_devices(values["device"] or default_device(), values["gpus"])
-        values["tensor_parallel_size"] = max(1, len(found) // values["pipeline_parallel_size"])
+        num_others = values["pipeline_parallel_size"] * values["data_parallel_size"]
+        values["tensor_parallel_size"] = max(1, len(found) // num_others)
 
 
 @functools.partial(takes_run_options, without=NOT_SERVED, complete=_choose_size)
@@ -84,8 +84,9 @@ def _devices(run: RunOptions, gpus: str | None) -> tuple[str, ...]:
     ClientConfigError."""
     plan = run.plan
     if not plan.endpoints:
-        return placed_ranks(run.device, gpus, plan.config.parallel.world_size)
-    parse_endpoints(plan.endpoints, plan.config.parallel, plan.keys, 1)
+        return placed_ranks(run.device, gpus, plan.config.parallel.world_size_across_dp)
+    parallel = plan.config.parallel
+    parse_endpoints(plan.endpoints, parallel, plan.keys, parallel.data_parallel_size)
     if gpus is not None:
         fix = "leave out one of --gpus and --endpoints"
         raise config_error("gpus", gpus, "daemons that run have their devices", fix)

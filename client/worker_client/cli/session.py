@@ -9,26 +9,22 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
 
 from rpc_schema.errors import (
     StateError,
     WorkerDaemonError,
 )
-from rpc_schema.extensions import extension_of
-from rpc_schema.structured import StructuredOutput
 from rpc_schema.version import PROTOCOL_VERSION, SOFTWARE_VERSION
-from worker_client.cli.arrivals import Arrivals
 from worker_client.cli.downloads import shown_downloads
-from worker_client.cli.input_adapters import with_adapters
+from worker_client.cli.handover import Handover
 from worker_client.cli.input_request import InputRequest as InputRequest
+from worker_client.cli.replica_run import OnOutcome, Replica, Served, SharedRun
 from worker_client.cli.run_options import RunOptions
 from worker_client.driven_group import DrivenGroup
-from worker_client.driver import Driver, Recover, give_up
-from worker_client.driver_parts.registry import DriverOptions
+from worker_client.driver import Recover, give_up
 from worker_client.errors import (
     RequestError,
     WorkerDied,
@@ -37,160 +33,17 @@ from worker_client.errors import (
 )
 from worker_client.group.adoption import AdoptedRequest
 from worker_client.group.loading import LoadedGroup
-from worker_client.inputs.host_tensor import HostTensor
 from worker_client.inputs.request_checks import validated
-from worker_client.inputs.request_fields import flat
 from worker_client.inputs.request_parser import RequestParser
 from worker_client.inputs.tokenizer import Tokenizer
 from worker_client.launcher import LocalDaemons
 from worker_client.replicas.group import DataParallelGroup
-from worker_client.replicas.placement import ReplicaPlacement
 from worker_client.requests import GenerationRequest, forked
-from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
-from worker_client.scheduler_output import StepResult
-from worker_client.structured.masked_steps import CompiledGrammars
-from worker_client.structured.opening import open_grammars
-from worker_client.tracing.run_times import RequestTiming, StepTiming
+from worker_client.scheduler import RequestOutput
+from worker_client.tracing.run_times import RequestTiming
 from worker_client.tracing.token_times import TokenTimes
 from worker_client.worker_group import RankProgress, WorkerGroup
 from worker_host.draft_counts import DraftCounts
-
-OnOutcome: TypeAlias = Callable[[str, RequestOutput | str], None]
-"""Function of (request id, its output or its error)."""
-
-
-@dataclass(slots=True)
-class Served:
-    """Results of a run."""
-
-    outputs: dict[str, RequestOutput]
-    errors: dict[str, str]
-    seconds: float
-    records: list[StepTiming]
-    """Times of the steps; of one replica after the other."""
-    timings: dict[str, RequestTiming]
-    """Times of the requests, by id; they were added when they arrived."""
-    drafts: DraftCounts
-    """Outcomes of the drafts of all steps."""
-    token_gaps_s: list[float] = field(default_factory=list)
-    """Times between two tokens of a request (TokenTimes.gaps_s), of a run that was measured."""
-    startup_s: dict[str, float] = field(default_factory=dict)
-    """Durations of phases, from process start to the first token; `total` is their sum."""
-
-
-class Stopped(Exception):
-    """The run of a replica was ended, since that of all is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Replica:
-    """A loaded replica, ready to serve on a thread."""
-
-    group: WorkerGroup
-    model: LoadedGroup
-    options: RunOptions
-    recover: Recover
-    """Reaction to the death of a daemon."""
-    tokenizer: Tokenizer | None
-    """The model's tokenizer, for stop strings."""
-
-    def serve(
-        self,
-        inputs: Sequence[InputRequest],
-        adopted: Sequence[AdoptedRequest],
-        on_outcome: OnOutcome,
-        measured: bool,
-        is_stopped: Callable[[], bool],
-    ) -> Served:
-        """See Session.serve. Raises Stopped at the next step's result once is_stopped()."""
-        with contextlib.ExitStack() as stack:
-            grammars = self._grammars(inputs, adopted)
-            if grammars is not None:
-                stack.callback(grammars.close)
-            return self._serve(inputs, adopted, on_outcome, grammars, measured, is_stopped)
-
-    def _serve(
-        self,
-        inputs: Sequence[InputRequest],
-        adopted: Sequence[AdoptedRequest],
-        on_outcome: OnOutcome,
-        grammars: CompiledGrammars | None,
-        measured: bool,
-        is_stopped: Callable[[], bool],
-    ) -> Served:
-        limits = scheduler_limits(
-            self.model, self.options.plan.config, max_itl_ms=self.options.plan.max_itl_ms
-        )
-        scheduler = Scheduler(limits, self.tokenizer)
-
-        tokens = TokenTimes()
-
-        def on_result(result: StepResult) -> None:
-            if measured:
-                tokens.note(result)
-            _end_if(is_stopped)
-
-        driver = Driver(
-            self.group,
-            scheduler,
-            on_result,
-            max_history=None,
-            recover=self.recover,
-            options=DriverOptions(
-                grammars,
-                keeps_prefixes=not measured,
-                eplb_step_interval=self.options.plan.eplb_step_interval,
-            ),
-        )
-        inputs = with_adapters(self.group, self.options.plan.config.lora, inputs)
-        start = time.monotonic()
-        embeds = [entry.request.prompt_embeds for entry in inputs if entry.request is not None]
-        kept, lost = driver.claim(
-            adopted, [tensor for tensor in embeds if isinstance(tensor, HostTensor)]
-        )
-        ended = [*lost, *scheduler.adopt_requests(kept)]
-        outputs = {output.req_id: output for output in ended}
-        for output in outputs.values():
-            on_outcome(output.req_id, output)
-        running = {request.req_id for request in adopted}
-        errors: dict[str, str] = {}
-
-        def add(arrived: Sequence[InputRequest]) -> None:
-            refused = _add_all(driver, [each for each in arrived if each.id not in running])
-            for req_id, error in refused.items():
-                on_outcome(req_id, error)
-            errors.update(refused)
-
-        for output in _run_arriving(driver, Arrivals(inputs, start), add, is_stopped):
-            outputs[output.req_id] = output
-            on_outcome(output.req_id, output)
-        seconds = time.monotonic() - start
-        errors |= {output.req_id: output.error for output in outputs.values() if output.error}
-        num_tokens = {output.req_id: len(output.token_ids) for output in outputs.values()}
-        return Served(
-            outputs,
-            errors,
-            seconds,
-            list(driver.records),
-            _since_arrival(driver.timings, inputs, start),
-            driver.drafts,
-            tokens.gaps_s(num_tokens),
-        )
-
-    def _grammars(
-        self, inputs: Sequence[InputRequest], adopted: Sequence[AdoptedRequest]
-    ) -> CompiledGrammars | None:
-        """Return the model's grammars if a request has structured output."""
-        asked = any(
-            entry.request is not None and entry.request.sampling.structured_outputs is not None
-            for entry in inputs
-        )
-        if not asked and not any(extension_of(e.extensions, StructuredOutput) for e in adopted):
-            return None
-        metadata = self.model.metadata
-        return open_grammars(
-            self.options.plan.model.directory, metadata.vocab_size, metadata.eos_token_ids
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,9 +83,9 @@ class Session:
         measured: bool = False,
     ) -> Served:
         """Generate for all requests that can be served, including adopted ones, which stay on their
-        replica; the others are shared out evenly, and begin when they arrive. on_outcome is called
-        for each as it ends, one at a time. measured: begin with an empty prefix cache, and note the
-        time of each token."""
+        replica; the others are shared out evenly, begin when they arrive, and go on in other
+        replicas if theirs is lost. on_outcome is called for each as it ends, one at a time.
+        measured: begin with an empty prefix cache, and note the time of each token."""
         stopped, one_at_a_time = threading.Event(), threading.Lock()
 
         def ended(req_id: str, outcome: RequestOutput | str) -> None:
@@ -241,19 +94,24 @@ class Session:
 
         parts = zip(self.group.replicas, self.models, self.recover, strict=True)
         replicas = [Replica(*part[:2], self.options, part[2], self.tokenizer) for part in parts]
-        shares = _shared_out(inputs, adopted, len(replicas))
+        handover = Handover(len(replicas))
+        run = SharedRun(
+            inputs,
+            handover.share_out(inputs, adopted),
+            adopted,
+            ended,
+            handover,
+            TokenTimes(),
+            measured,
+        )
         runs = [
-            partial(
-                replica.serve,
-                share,
-                [each for each in adopted if each.dp_rank == dp_rank],
-                ended,
-                measured,
-                stopped.is_set,
-            )
-            for dp_rank, (replica, share) in enumerate(zip(replicas, shares, strict=True))
+            partial(replica.serve, run, place, stopped.is_set)
+            for place, replica in enumerate(replicas)
         ]
-        return self._joined(_run_all(runs, stopped))
+        served = self._joined(_run_all(runs, stopped))
+        num_tokens = {name: len(output.token_ids) for name, output in served.outputs.items()}
+        served.token_gaps_s = run.tokens.gaps_s(num_tokens)
+        return served
 
     def serve_profiled(self, inputs: Sequence[InputRequest], name: str) -> tuple[Served, list[str]]:
         """Generate with a profile of every rank, from before the first step to after the last; also
@@ -274,7 +132,7 @@ class Session:
         return served, [reply.file for replies in stopped for reply in replies]
 
     def _joined(self, served: Sequence[Served]) -> Served:
-        timings = {req_id: own for each in served for req_id, own in each.timings.items()}
+        timings = _since_begun(served)
         drafts = DraftCounts()
         for each in served:
             drafts.include(each.drafts)
@@ -286,8 +144,7 @@ class Session:
             [record for each in served for record in each.records],
             timings,
             drafts,
-            [gap for each in served for gap in each.token_gaps_s],
-            {
+            startup_s={
                 **self.startup_s,
                 "first_token": first - self.ready,
                 "total": first - self.process_started,
@@ -317,69 +174,17 @@ def _run_all(runs: Sequence[Callable[[], Served]], stopped: threading.Event) -> 
     return [call.result() for call in calls]
 
 
-def _shared_out(
-    inputs: Sequence[InputRequest], adopted: Sequence[AdoptedRequest], num_replicas: int
-) -> list[list[InputRequest]]:
-    """Return each replica's share of the requests: running ones where they run, the samples of a
-    prompt together."""
-    placement = ReplicaPlacement(num_replicas)
-    for running in adopted:
-        placement.count(running.req_id, running.dp_rank, len(running.token_ids))
-    shares: list[list[InputRequest]] = [[] for _ in range(num_replicas)]
-    for entry in inputs:
-        place = placement.replica_of(entry.id)
-        if place is None and entry.request is not None:
-            place = placement.place(entry.id, entry.request, range(num_replicas))
-        shares[place or 0].append(entry)
-    return shares
-
-
-def _end_if(is_stopped: Callable[[], bool]) -> None:
-    if is_stopped():
-        raise Stopped
-
-
-def _run_arriving(
-    driver: Driver,
-    arrivals: Arrivals,
-    add: Callable[[Sequence[InputRequest]], None],
-    is_stopped: Callable[[], bool],
-) -> Iterator[RequestOutput]:
-    """Step until all requests have arrived and ended; yield those that have ended."""
-    while arrivals.has_more:
-        add(arrivals.take_due())
-        if driver.busy:
-            yield from driver.step()
-        elif arrivals.has_more:
-            _end_if(is_stopped)
-            arrivals.wait()
-    yield from driver.run()
-
-
-def _since_arrival(
-    timings: dict[str, RequestTiming], inputs: Sequence[InputRequest], start: float
-) -> dict[str, RequestTiming]:
-    """Return the times of requests with those of their arrivals in place of those at which the
-    driver took them, between two steps."""
-    arrived = {entry.id: start + entry.arrival_s for entry in inputs if entry.arrival_s}
-    return {
-        req_id: timing._replace(added=arrived.get(req_id, timing.added))
-        for req_id, timing in timings.items()
-    }
-
-
-def _add_all(driver: Driver, inputs: Sequence[InputRequest]) -> dict[str, str]:
-    """Queue requests; return the errors of those that cannot be queued."""
-    errors = {}
-    for entry in inputs:
-        if entry.request is None:
-            errors[entry.id] = entry.error
-            continue
-        try:
-            driver.add_request(entry.request)
-        except RequestError as error:
-            errors[entry.id] = flat(error).reason
-    return errors
+def _since_begun(served: Sequence[Served]) -> dict[str, RequestTiming]:
+    """Return the times of all replicas' requests, each since it was begun by the first of them."""
+    timings = {req_id: own for each in served for req_id, own in each.timings.items()}
+    for each in served:
+        for req_id, begun in each.begun.items():
+            own = timings.get(req_id)
+            if own is not None:
+                first = own.first_token if begun.first_token is None else begun.first_token
+                added, first = min(own.added, begun.added), min(own.first_token, first)
+                timings[req_id] = own._replace(added=added, first_token=first)
+    return timings
 
 
 @contextlib.contextmanager

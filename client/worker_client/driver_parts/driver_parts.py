@@ -31,6 +31,10 @@ class DriverParts:
         self.settle = _overridden(parts, "settle")
         self.settled: tuple[Callable[[StepInFlight], None], ...] = _overridden(parts, "settled")
 
+    def with_part(self, part: DriverPart) -> "DriverParts":
+        """Return these parts and one more."""
+        return DriverParts([*self._all, part])
+
     @property
     def has_waiting(self) -> bool:
         return any(part.has_waiting for part in self._all)

@@ -32,7 +32,7 @@ class TieredScheduler(Protocol):
         after forget_host_tier(); return how many were taken."""
 
     def forget_host_tier(self) -> None:
-        """Drop all contents: a rank may have lost them."""
+        """Drop all contents: a rank was replaced, and the next step fails (step_failed)."""
 
 
 class RestoredTierPart(DriverPart):

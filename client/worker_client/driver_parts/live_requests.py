@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Final
+from typing import Final, NamedTuple
 
 from rpc_schema.extensions import RequestExtension
 from worker_client.driver_parts.driver_parts import DriverParts
@@ -20,10 +20,21 @@ from worker_client.requests import (
     sample_id,
     seeded,
 )
-from worker_client.scheduler import Scheduler, SchedulerInterface
+from worker_client.scheduler import ContinuingScheduler, Scheduler, SchedulerInterface
 from worker_client.tracing.run_times import RunTimes
 
 _NO_FEATURES: Final[tuple[RequestExtension, ...]] = ()
+
+
+class GivenUpRequest(NamedTuple):
+    """A request that another driver may continue."""
+
+    output: RequestOutput | None
+    """Its output so far (GenerationRequest.continues); None: it has none."""
+    added: float
+    """RequestTiming.added"""
+    first_token: float | None
+    """RequestTiming.first_token; None: it has none."""
 
 
 class LiveRequests:
@@ -68,6 +79,20 @@ class LiveRequests:
         samples = [sample_id(req_id, index) for index in range(MAX_SAMPLES)]
         for name in (req_id, *(sample for sample in samples if self._times.has(sample))):
             self._abort(name)
+
+    def give_up(self) -> dict[str, GivenUpRequest]:
+        """Abort all requests that were added, if the scheduler lets them go on elsewhere; return
+        them by id."""
+        scheduler = self._scheduler
+        if not isinstance(scheduler, ContinuingScheduler):
+            return {}
+        given_up = {
+            name: GivenUpRequest(scheduler.output_so_far(name), *moments)
+            for name, moments in self._times.unfinished.items()
+        }
+        for name in given_up:
+            self._take_back(name)
+        return given_up
 
     def queue(self, request: GenerationRequest, after: DriverPart | None = None) -> None:
         """Give the scheduler a request, unless a feature keeps it. after: the feature that has kept

@@ -5,15 +5,11 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from typing import Protocol
-
-import numpy as np
 
 from rpc_schema.codec import StepReplyMessage
 from rpc_schema.error_replies import ErrorReply
 from rpc_schema.errors import BadFrameError, ErrorCode, WorkerDaemonError, WorkerError
-from rpc_schema.step import ModelRunnerOutput
 from worker_client.errors import ClientError, DeadlineExceeded, StepFailed, WorkerDied
 from worker_client.group.failure_state import (
     ENDS_OWNERSHIP,
@@ -26,8 +22,9 @@ from worker_client.group.failure_state import (
     loss_of,
 )
 from worker_client.scheduler_output import StepResult
-from worker_client.steps.encoded_step import EncodedStep, decode_reply
-from worker_client.steps.lockstep import LockstepSlots, LockstepStep
+from worker_client.steps.encoded_step import EncodedStep, decode_outcome
+from worker_client.steps.lockstep import LockstepSlots
+from worker_client.steps.lockstep_step import LockstepStep, ReplicaReplies
 from worker_client.steps.slots import SlotTable
 from worker_client.steps.step_checks import GroupLimits
 from worker_client.tracing.step_times import StepHistory
@@ -137,8 +134,8 @@ class StepFuture:
     """True if the reply was a replay."""
     value: StepResult | None = None
     failure: Failure | None = None
-    parts: dict[int, StepResult] = field(default_factory=dict)
-    """Results of replicas in lockstep, by dp_rank, until all of them are here."""
+    replies: ReplicaReplies | None = None
+    """Those of replicas in lockstep, until all of them are here."""
 
     def done(self) -> bool:
         """Return True if the outcome is known; never waits."""
@@ -252,7 +249,8 @@ class StepsInFlight:
         future.replayed = replayed
         try:
             if len(self.output_ranks) == 1:
-                future.value = _decode_outcome(future.step, reply, arrays)
+                assert not isinstance(future.step, LockstepStep)
+                future.value = decode_outcome(future.step, reply, arrays)
             elif not self._take_part(future, reply, arrays):
                 return
             value = future.value
@@ -271,12 +269,13 @@ class StepsInFlight:
         self, future: StepFuture, reply: StepReplyMessage, arrays: Sequence[bytes]
     ) -> bool:
         """Take one replica's result of a step; return True once the step has those of all."""
-        dp_rank = self.output_ranks.index(reply.rank)
-        future.parts[dp_rank] = _decode_outcome(future.step, reply, arrays, dp_rank)
-        if len(future.parts) < len(self.output_ranks):
+        replies = future.replies
+        if replies is None:
+            assert not isinstance(future.step, EncodedStep)
+            replies = future.replies = ReplicaReplies(future.step, len(self.output_ranks))
+        if not replies.take(self.output_ranks.index(reply.rank), reply, arrays):
             return False
-        parts = [future.parts[place] for place in range(len(self.output_ranks))]
-        future.value = reduce(StepResult.joined, parts)
+        future.value = replies.result()
         return True
 
     def take_error(self, reply: ErrorReply, error: WorkerError) -> None:
@@ -410,30 +409,3 @@ class StepsInFlight:
     def _tell_next(self, failure: Failure, last_seq: int = 0) -> None:
         self._latest = failure
         self._state.apply(failure.event(last_seq))
-
-
-def _decode_outcome(
-    step: EncodedStep | LockstepStep | None,
-    reply: StepReplyMessage,
-    arrays: Sequence[bytes],
-    dp_rank: int = 0,
-) -> StepResult:
-    if not isinstance(reply, ModelRunnerOutput):
-        raise BadFrameError(f"step {reply.seq} was answered with {type(reply).__name__}")
-    if step is None:
-        return StepResult((), (), weights_version=reply.weights_version)
-    part = step if isinstance(step, EncodedStep) else step.parts[dp_rank]
-    result = decode_reply(part, reply, arrays)
-    if reply.invalid_blocks or reply.arrived_blocks:
-        invalid = _read_blocks("invalid_blocks", reply.invalid_blocks)
-        arrived = _read_blocks("arrived_blocks", reply.arrived_blocks)
-        ago_s = reply.arrived_us_ago / 1e6
-        return replace(result, invalid_blocks=invalid, arrived_blocks=arrived, arrived_s_ago=ago_s)
-    return result
-
-
-def _read_blocks(field: str, raw: bytes) -> list[int]:
-    if len(raw) % 4:
-        raise BadFrameError(f"ModelRunnerOutput.{field} is no sequence of int32")
-    block_ids: list[int] = np.frombuffer(raw, "<i4").tolist()
-    return block_ids

@@ -27,7 +27,7 @@ from worker_client.inputs.sampling_params import (
 )
 from worker_client.inputs.stop_strings import MAX_STOP_BYTES
 from worker_client.parts.interface import ExtensionFault
-from worker_client.requests import GenerationRequest, PromptTokenIds, sample_id
+from worker_client.requests import GenerationRequest, PromptTokenIds, RequestOutput, sample_id
 from worker_client.steps.step_checks import (
     MAX_ADMITTED_TOKENS,
     MAX_COUNT,
@@ -44,6 +44,7 @@ _OBJECTS: Final = (
     "prompt_embeds",
     "replay_experts",
     "features",
+    "continues",
 )
 """Fields of a request that are structs, arrays and extensions."""
 _OWN_FIELDS: Final[Mapping[type, str]] = {
@@ -164,6 +165,8 @@ def _validated(request: GenerationRequest, top: int) -> GenerationRequest:
     _check_objects(request)
     if request.output_token_ids:
         _check_output(request, top)
+    if request.continues is not None:
+        _check_continued(request, top)
     return request
 
 
@@ -308,6 +311,43 @@ def _check_output(request: GenerationRequest, top: int) -> None:
                 value=value,
                 fix="leave it out; full_logprobs reports their log probabilities",
             )
+
+
+def _check_continued(request: GenerationRequest, top: int) -> None:
+    """Check the output behind which a request goes on; top: the largest token id."""
+    given, sampling = request.continues, request.sampling
+
+    def refuse(problem: str, value: object) -> NoReturn:
+        fix = "give the output that ContinuingScheduler.output_so_far has returned for this request"
+        raise RequestError(problem, field="continues", value=value, fix=fix)
+
+    if type(given) is not RequestOutput:
+        refuse("it is no output", given)
+    tokens = given.token_ids
+    if type(tokens) is not list or not tokens or {*map(type, tokens)} != {int}:
+        refuse("it has no list of token ids", tokens)
+    if given.finish_reason != "abort":
+        refuse("the request has ended", given.finish_reason)
+    if request.pooling is not None:
+        refuse("a request that pools has no output tokens", f"{len(tokens)} tokens")
+    if sampling.n > 1:
+        refuse("each of several samples has an output of its own", f"{sampling.n} samples")
+    if len(tokens) >= request.max_tokens:
+        problem = f"nothing is left to generate of max_tokens = {request.max_tokens}"
+        refuse(problem, f"{len(tokens)} tokens")
+    if min(tokens) < 0 or max(tokens) > top:
+        raise_token_id("continues", max(tokens) if min(tokens) >= 0 else min(tokens), top)
+    wanted = {
+        "logprobs": (sampling.logprobs is not None, len(tokens)),
+        "token_id_logprobs": (sampling.logprob_token_ids is not None, len(tokens)),
+        "prompt_logprobs": (sampling.prompt_logprobs is not None, len(request.prompt)),
+        "full_logprobs": (sampling.full_logprobs, None),
+    }
+    for name, (is_wanted, count) in wanted.items():
+        own = getattr(given, name)
+        if (own is not None) != is_wanted or (own is not None and count not in (None, len(own))):
+            problem = f"its {name} are not those that the request asks for"
+            refuse(problem, None if own is None else f"{len(own)} of them")
 
 
 def _check_objects(request: GenerationRequest) -> None:

@@ -6,18 +6,40 @@ thread.
             ...
 
 `open_drivers` has one function for each replica, as AsyncDriver takes it. A long prompt, a failure,
-or the replacement of a daemon in one replica delays no request of another.
+or the replacement of a daemon in one replica delays no request of another. The requests of a
+replica that has lost a rank, or whose driver has ended, go on in the others.
 """
 
+import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Sequence
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
+from functools import partial
+from typing import Final, TypeVar
 
-from worker_client.async_driver import MAX_REQUESTS, AsyncDriver, OpenDriver, RequestProgress
-from worker_client.errors import config_error
-from worker_client.inputs.request_checks import validated
+from rpc_schema.errors import WorkerDaemonError
+from worker_client.async_driver import (
+    MAX_REQUESTS,
+    AsyncDriver,
+    OpenDriver,
+    RequestGivenUp,
+    RequestProgress,
+    prepared,
+)
+from worker_client.driver import Driver
+from worker_client.errors import ReplacementFailed, config_error
 from worker_client.replicas.placement import ReplicaPlacement
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, RequestOutput
+
+_LOG = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_LOSSES: Final = 3
+"""Losses in a row, without a new token between them, after which a request fails: it may be what
+kills the daemons."""
 
 
 class DataParallelDriver:
@@ -30,9 +52,14 @@ class DataParallelDriver:
         if not open_drivers:
             raise config_error("open_drivers", [], "there is no replica", "give one function each")
         self.drivers = tuple(
-            AsyncDriver(open_driver, max_requests=max_requests) for open_driver in open_drivers
+            AsyncDriver(
+                open_driver, max_requests=max_requests, on_change=partial(self._note_change, place)
+            )
+            for place, open_driver in enumerate(open_drivers)
         )
         """In the order of the replicas."""
+        self._change = asyncio.Event()
+        """Set once a replica was lost, has come back, or has ended."""
         self._placement = ReplicaPlacement(len(self.drivers))
         self._names = map(str, itertools.count())
         """Names of requests in the placement: ids may be equal."""
@@ -50,16 +77,90 @@ class DataParallelDriver:
         """Abort all requests, and wait until every driver has ended."""
         await self._opened.aclose()
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
-        """Serve a request on the replica that has the least to compute (placement.py), as
-        AsyncDriver.generate does. A replica whose driver has ended gets no more requests; its error
-        is raised once no replica is left."""
-        serving = [place for place, driver in enumerate(self.drivers) if driver.error is None]
-        name, request = next(self._names), validated(request)
-        chosen = self._placement.place(name, request, serving or range(len(self.drivers)))
+    @property
+    def error(self) -> Exception | None:
+        """The error with which the first driver has ended; None while one of them serves."""
+        errors = [driver.error for driver in self.drivers]
+        return None if None in errors else errors[0]
+
+    async def wait_ended(self) -> Exception:
+        """Wait until all drivers have ended; return the error of the first."""
+        return (await asyncio.gather(*(driver.wait_ended() for driver in self.drivers)))[0]
+
+    async def call_all(self, work: Callable[[Driver], T]) -> list[T]:
+        """Call a function with each driver, as AsyncDriver.call does, at the same time; return the
+        results in order. A replica that lacks a rank answers once that has its successor. If some
+        fail, the error of the first of them is raised, once all have ended."""
+        calls = [driver.call(work) for driver in self.drivers]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        for each in results:
+            if isinstance(each, BaseException):
+                raise each
+        return [each for each in results if not isinstance(each, BaseException)]
+
+    async def pause(self) -> None:
+        """Hold all requests on all replicas: see AsyncDriver.pause."""
         try:
-            async with aclosing(self.drivers[chosen].generate(request)) as progress:
-                async for each in progress:
-                    yield each
-        finally:
-            self._placement.remove(name)
+            await asyncio.gather(*(driver.pause() for driver in self.drivers))
+        except WorkerDaemonError:
+            await asyncio.gather(*(d.resume() for d in self.drivers), return_exceptions=True)
+            raise
+
+    async def resume(self) -> None:
+        """Go on where pause() has stopped. Raises as it does."""
+        await asyncio.gather(*(driver.resume() for driver in self.drivers))
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
+        """Serve a request as AsyncDriver.generate does, on the replica that has the least to
+        compute (placement.py). If that loses a rank or its driver ends, another one computes prompt
+        and known tokens again, and goes on with the same tokens. The request waits if no replica
+        has all its ranks.
+
+        Raises:
+            ReplacementFailed: no replica is left, or has got its successors in time.
+            WorkerDaemonError: the error of the last of MAX_LOSSES losses in a row without a token
+                between them, or that of a replica if the drivers of all have ended.
+        """
+        name, num_losses = next(self._names), 0
+        request = replace(await prepared(request), id=request.id)  # one seed for all replicas
+        left: Mapping[str, RequestOutput | None] | None = None
+        while True:
+            chosen = self._placement.place(name, request, await self._whole_replicas())
+            try:
+                async with aclosing(self.drivers[chosen].generate(request, left)) as progress:
+                    async for each in progress:
+                        num_losses = 0 if each.token_ids else num_losses
+                        yield each
+                return
+            except RequestGivenUp as given_up:
+                left, num_losses = given_up.left, num_losses + 1
+                if num_losses == MAX_LOSSES:
+                    raise given_up.reason from None
+            finally:
+                self._placement.remove(name)
+
+    async def _whole_replicas(self) -> list[int]:
+        """Return the replicas that serve; wait while there is none. Raises the error of one if none
+        is expected to."""
+        while True:
+            errors = [driver.error or driver.loss for driver in self.drivers]
+            whole = [place for place, error in enumerate(errors) if error is None]
+            if whole:
+                return whole
+            living = [driver.loss for driver in self.drivers if driver.error is None]
+            failed = [loss for loss in living if isinstance(loss, ReplacementFailed)]
+            if len(failed) == len(living):
+                raise next(filter(None, [*failed, *errors]))
+            self._change.clear()
+            await self._change.wait()
+
+    def _note_change(self, place: int) -> None:
+        """Note that a replica was lost, has come back, or has ended. A lost KV cache has no
+        prefixes."""
+        loss = self.drivers[place].loss
+        if loss is None:
+            _LOG.info("replica %d serves", place)
+        else:
+            _LOG.warning("replica %d is lost; its requests go on in others: %s", place, loss)
+            self._placement.forget_prefixes(place)
+        self._change.set()

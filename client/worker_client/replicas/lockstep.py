@@ -167,9 +167,8 @@ class LockstepScheduler:
     def _split(self, result: StepResult) -> list[StepResult]:
         """Return each replica's share of a result, without requests that have ended meanwhile."""
         shares: list[tuple[list[str], list[int]]] = [([], []) for _ in self._schedulers]
-        place_of = self._placement.replica_of
-        for req_id, token_id in zip(result.req_ids, result.token_ids, strict=True):
-            place = place_of(req_id)
+        places = self._placement.replicas_of(result.req_ids)
+        for place, req_id, token_id in zip(places, result.req_ids, result.token_ids, strict=True):
             if place is not None:
                 req_ids, token_ids = shares[place]
                 req_ids.append(req_id)
@@ -190,6 +189,8 @@ class LockstepScheduler:
 
     def _at(self, place: int, values: Mapping[str, ValueT]) -> dict[str, ValueT]:
         """Return the values of a replica's requests."""
+        if not values:
+            return {}
         place_of = self._placement.replica_of
         return {key: value for key, value in values.items() if place_of(key) == place}
 

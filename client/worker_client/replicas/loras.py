@@ -2,9 +2,9 @@
 a request which names it can run on any of them."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.identity import first_difference
@@ -38,28 +38,21 @@ class ReplicaLoras:
             ContentMismatchError: replicas have read different files. Whatever is raised, no replica
                 has an adapter that was added by this call.
         """
-        there = [
-            adapter
-            for replica in self._replicas
-            for adapter in replica.loras.known.values()
-            if adapter.name == name and lora_id in (None, adapter.lora_id)
-        ]
-        versions = {adapter.version for adapter in there}
-        load_inplace = load_inplace or len(versions) > 1
-        version = new_adapter_version() if load_inplace or not there else there[0].version
-        if lora_id is None:
-            lora_id = there[0].lora_id if there else self._free_id()
-        number = lora_id
+        known = [replica.loras.known for replica in self._replicas]
+        chosen = choose_addition(name, known, lora_id, load_inplace=load_inplace)
         try:
             added = self._on_all(
                 lambda replica: replica.loras.add(
-                    name, number, load_inplace=load_inplace, version=version
+                    name,
+                    chosen.lora_id,
+                    load_inplace=chosen.load_inplace,
+                    version=chosen.version,
                 )
             )
-            self._check_same(name, added)
+            check_same_adapter(name, added)
         except (WorkerDaemonError, ContentMismatchError):
-            if version not in versions:
-                self._take_back(number, version)
+            if chosen.is_new:
+                self._take_back(chosen.lora_id, chosen.version)
             raise
         return added[0]
 
@@ -68,24 +61,57 @@ class ReplicaLoras:
         had one of that id."""
         return any(self._on_all(lambda replica: replica.loras.remove(lora_id)))
 
-    def _free_id(self) -> int:
-        taken = {lora_id for replica in self._replicas for lora_id in replica.loras.known}
-        return next(number for number in count(1) if number not in taken)
-
-    def _check_same(self, name: str, added: Sequence[GroupAdapter]) -> None:
-        differing = first_difference([adapter.identity for adapter in added])
-        if differing is not None:
-            raise ContentMismatchError(
-                f"replicas {differing.first} and {differing.second} have read different files",
-                field="name",
-                value=name,
-                fix="give all hosts the same files, and write none while they are read; then add "
-                "the adapter again",
-            )
-
     def _take_back(self, lora_id: int, version: int) -> None:
         for replica in self._replicas:
             adapter = replica.loras.known.get(lora_id)
             if adapter is not None and adapter.version == version:
                 with contextlib.suppress(WorkerDaemonError):
                     replica.loras.remove(lora_id)
+
+
+class Addition(NamedTuple):
+    """The way in which all replicas are to add an adapter."""
+
+    lora_id: int
+    version: int
+    load_inplace: bool
+    is_new: bool
+    """No replica has this version."""
+
+
+def choose_addition(
+    name: str,
+    known: Sequence[Mapping[int, GroupAdapter]],
+    lora_id: int | None = None,
+    *,
+    load_inplace: bool = False,
+) -> Addition:
+    """Return how replicas that have the adapters of `known` add one, so that it has one id and one
+    version in all of them. lora_id: the id that is asked for, if any."""
+    there = [
+        adapter
+        for own in known
+        for adapter in own.values()
+        if adapter.name == name and lora_id in (None, adapter.lora_id)
+    ]
+    versions = {adapter.version for adapter in there}
+    load_inplace = load_inplace or len(versions) > 1
+    version = new_adapter_version() if load_inplace or not there else there[0].version
+    if lora_id is None:
+        taken = {number for own in known for number in own}
+        free = next(number for number in count(1) if number not in taken)
+        lora_id = there[0].lora_id if there else free
+    return Addition(lora_id, version, load_inplace, version not in versions)
+
+
+def check_same_adapter(name: str, added: Sequence[GroupAdapter]) -> None:
+    """Raise ContentMismatchError if replicas have read different files for an adapter."""
+    differing = first_difference([adapter.identity for adapter in added])
+    if differing is not None:
+        raise ContentMismatchError(
+            f"replicas {differing.first} and {differing.second} have read different files",
+            field="name",
+            value=name,
+            fix="give all hosts the same files, and write none while they are read; then add "
+            "the adapter again",
+        )

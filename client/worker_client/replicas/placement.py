@@ -64,15 +64,20 @@ class ReplicaPlacement:
         placed = self._placed.get(name)
         return None if placed is None else placed.replica
 
+    def replicas_of(self, names: Iterable[str]) -> list[int | None]:
+        """Return replica_of each of these."""
+        placed = map(self._placed.get, names)
+        return [None if each is None else each.replica for each in placed]
+
     def remove(self, name: str) -> None:
         """Note that a request has ended. Unknown ones are ignored."""
         placed = self._placed.pop(name, None)
         if placed is not None:
             self._num_tokens[placed.replica] -= placed.num_tokens
 
-    def forget_prefixes(self) -> None:
-        """Note that no replica has computed any prefix with its weights."""
-        for own in self._prefixes:
+    def forget_prefixes(self, replica: int | None = None) -> None:
+        """Note that a replica, or with None each, has not computed any prefix with its weights."""
+        for own in self._prefixes if replica is None else [self._prefixes[replica]]:
             own.clear()
 
     def _num_known(self, replica: int, hashes: Iterable[bytes]) -> int:

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.moved_blocks import MAX_MOVED_BLOCKS
 from worker_client.driver import Driver
+from worker_client.driver_parts.interface import DriverPart
 from worker_client.driver_parts.remote_prefill import (
     Described,
     ExchangingScheduler,
@@ -73,6 +74,17 @@ class _Unconfirmed(NamedTuple):
     step: int
 
 
+class _SendsInFlight(DriverPart):
+    """Begins to send what steps store while they are in flight."""
+
+    def __init__(self, send_all: Callable[[], None]) -> None:
+        self._send_all = send_all
+
+    def work_in_flight(self) -> bool:
+        self._send_all()
+        return False
+
+
 class PrefillServing:
     """Owned by PrefillThread, whose thread calls it: prompts that are computed, and blocks that are
     kept for the other group."""
@@ -93,7 +105,7 @@ class PrefillServing:
         so no block of a prompt's last chunk waits for the news of its end."""
         self._num_failures = 0
         """Failures of steps before the first of these was sent."""
-        driver.while_in_flight = self._send_all
+        driver.add_part(_SendsInFlight(self._send_all))
         self._must_step = False
         """A step is to be sent, even with nothing to compute: it stores blocks, and tells daemons
         which prompts have ended."""
@@ -172,6 +184,7 @@ class PrefillServing:
             index=None,
             output_token_ids=(),
             routed_experts=False,
+            continues=None,
         )
         self._prompts[number] = prompt
         self._exchange.outgoing.want(number, names)

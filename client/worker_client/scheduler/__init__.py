@@ -17,6 +17,7 @@ from worker_client.requests import RequestOutput as RequestOutput
 from worker_client.requests import failed_request as failed_request
 from worker_client.scheduler.interface import NO_JUMP as NO_JUMP
 from worker_client.scheduler.interface import AdaptingScheduler as AdaptingScheduler
+from worker_client.scheduler.interface import ContinuingScheduler as ContinuingScheduler
 from worker_client.scheduler.interface import EndingScheduler as EndingScheduler
 from worker_client.scheduler.interface import ExpectingScheduler as ExpectingScheduler
 from worker_client.scheduler.interface import HoldingScheduler as HoldingScheduler

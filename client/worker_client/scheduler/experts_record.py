@@ -28,6 +28,11 @@ class ExpertsRecord:
         """Leading positions whose experts are of a later pass than the one behind which the next
         token was sampled: another driver has begun the request."""
 
+    def begin_with(self, experts: Experts, num_recomputed: int) -> None:
+        """Take what another driver's record knew: experts, [P, L, K], are copied."""
+        self._room(len(experts), experts)[:] = experts
+        self.num_known, self.num_recomputed = len(experts), num_recomputed
+
     def num_known_of(self, count: int) -> int:
         """Return how many of the first `count` positions are known."""
         return min(self.num_known, count)

@@ -148,6 +148,17 @@ class EndingScheduler(SchedulerInterface, Protocol):
         step_failed; unknown ids are ignored."""
 
 
+@runtime_checkable
+class ContinuingScheduler(SchedulerInterface, Protocol):
+    """A scheduler whose unfinished requests can go on under another driver, in another group with
+    the same model. It takes GenerationRequest.continues. With another one, requests that have
+    generated tokens stay in their group, and end with its driver."""
+
+    def output_so_far(self, req_id: str) -> RequestOutput | None:
+        """Return an unfinished request's output so far, with the finish reason "abort"; None if it
+        has none, or is unknown. Abort the request next: its output may share what it gains."""
+
+
 class Jump(NamedTuple):
     """The outcome of a scheduler's jump_forward."""
 

@@ -20,7 +20,7 @@ from worker_client.group.adoption import AdoptedRequest
 from worker_client.inputs.request_checks import check_fits, feature_error
 from worker_client.inputs.stop_strings import StopWatch
 from worker_client.parts.registry import Extensions
-from worker_client.requests import GenerationRequest, PromptTokenIds, seeded
+from worker_client.requests import GenerationRequest, PromptTokenIds, RequestOutput, seeded
 from worker_client.scheduler.admissions import AdmissionNote, most_admission_bytes, note_of
 from worker_client.scheduler.interface import SchedulerLimits
 from worker_client.scheduler.request import (
@@ -138,6 +138,8 @@ def new_request(
     made = make(extensions)
     if request.output_token_ids:
         made = _with_output(made, request.output_token_ids, make)
+    if request.continues is not None:
+        _go_on_behind(made, request.continues)
     _check_replay(made)
     _note_limits(made, limits)
     _check_admission(made, limits.block_groups)
@@ -190,6 +192,35 @@ def _with_output(
     made = make((*kept, wanted))
     made.bring(output[:-1])
     return made
+
+
+def _go_on_behind(made: Request, former: RequestOutput) -> None:
+    """Continue a request in the state that it had under another driver, as after a preemption.
+
+    Raises:
+        RequestError: one of its tokens ends it, or it does not begin with those that it brings.
+    """
+    num_had = len(made.tokens) - made.num_prompt_tokens
+    brought = made.tokens[made.num_prompt_tokens :].tolist()
+    added = former.token_ids[num_had:]
+    if former.token_ids[:num_had] != brought or any(made.take(token) for token in added):
+        raise RequestError(
+            "the request does not go on behind these tokens: one ends it, or they are of another",
+            field="continues",
+            value=f"{len(former.token_ids)} tokens",
+            fix="give the output of this request, before its end",
+        )
+    made.num_tokens = len(made.tokens)
+    made.weights.runs = former.weights_versions
+    made.blocks.num_cached_tokens = former.num_cached_tokens
+    made.blocks.num_loaded_tokens = former.num_loaded_tokens
+    made.blocks.num_preemptions = former.num_preemptions + 1
+    made.drafts.num_drafted, made.drafts.num_accepted = former.num_drafted, former.num_accepted
+    if made.reported is not None:
+        made.reported.go_on_behind(former)
+    if made.experts is not None and former.routed_experts is not None:
+        made.experts.begin_with(former.routed_experts, former.num_recomputed_experts)
+    made.arrival = 0  # before all that have not run
 
 
 def _only_stops(extensions: Extensions) -> bool:

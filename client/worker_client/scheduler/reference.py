@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from rpc_schema.kv_cache import NUM_NULL_BLOCKS
 from worker_client.group.adoption import AdoptedRequest
 from worker_client.group.loras import GroupAdapter
 from worker_client.group.running import RunningRequests
@@ -236,6 +237,13 @@ class Scheduler:
             request.known_experts,
         )
 
+    def output_so_far(self, req_id: str) -> RequestOutput | None:
+        """Return the output of an unfinished request; see ContinuingScheduler."""
+        request = self._queues.unfinished.get(req_id)
+        if request is None or not request.has_output:
+            return None
+        return request.output("abort", self._weights.version)
+
     def has_unfinished_requests(self) -> bool:
         """Return True while a request has not finished."""
         return bool(self._queues.unfinished or self._overdue)
@@ -244,6 +252,11 @@ class Scheduler:
     def num_running(self) -> int:
         """Number of requests that have blocks. Any thread may read it."""
         return len(self._queues.running)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks that requests may hold."""
+        return self._limits.num_blocks - NUM_NULL_BLOCKS
 
     @property
     def num_free_blocks(self) -> int:
@@ -482,10 +495,8 @@ class Scheduler:
         return self._outside.restore_tier(slots)
 
     def forget_host_tier(self) -> None:
-        """Drop what is in host memory; see TieredScheduler. A rank that has lost it has lost its KV
-        cache, too: nothing of that may be stored as what it was."""
+        """Drop what is in host memory; see TieredScheduler."""
         self._outside.forget_tier()
-        self.forget_prefixes()
 
     @property
     def has_kv_files(self) -> bool:

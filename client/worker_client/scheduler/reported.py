@@ -1,7 +1,7 @@
 """Reports of a request on its tokens, those that it has brought included."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from rpc_schema.sampling import (
     TraceWanted,
 )
 from worker_client.parts.registry import Extensions
+from worker_client.requests import RequestOutput
 from worker_client.scheduler_output import (
     FullLogprob,
     Logprobs,
@@ -26,6 +27,8 @@ from worker_client.scheduler_output import (
     StepResult,
     TraceChunk,
 )
+
+ValueT = TypeVar("ValueT")
 
 _REPORTED: Final = frozenset(
     (LogprobsWanted, FullLogprobsWanted, LogprobTokens, PromptLogprobsWanted, TraceWanted)
@@ -71,6 +74,13 @@ class Reported:
         """True if tokens that the request has brought are still to be reported."""
         return self.num_traced < self.num_brought
 
+    def go_on_behind(self, former: RequestOutput) -> None:
+        """Begin with the reports that the request has had under another driver."""
+        self.logprobs = _copied(former.logprobs)
+        self.token_id_logprobs = _copied(former.token_id_logprobs)
+        self.prompt_logprobs = _copied(former.prompt_logprobs)
+        self.full_logprobs = _copied(former.full_logprobs)
+
     def take(self, req_id: str, result: StepResult, one: SampledToken | None = None) -> None:
         """Append the reports on a sampled token. one: the token, if it is one of several that the
         request has gained in the step."""
@@ -96,3 +106,7 @@ class Reported:
             places = range(chunk.first, len(self.prompt_logprobs))
             for place, entry in zip(places, chunk.logprobs, strict=False):
                 self.prompt_logprobs[place] = entry
+
+
+def _copied(values: list[ValueT] | None) -> list[ValueT] | None:
+    return None if values is None else [*values]

@@ -222,6 +222,12 @@ class Request:
         return max(0, end - 1)
 
     @property
+    def has_output(self) -> bool:
+        """True if it has gained a token, or a report on one that it has brought."""
+        num_traced = 0 if self.reported is None else self.reported.num_traced
+        return len(self.tokens) > self.num_given or num_traced > 0
+
+    @property
     def known_experts(self) -> Experts | None:
         """The experts of its tokens, as far as they are known: a view; None if there are none."""
         return None if self.experts is None else self.experts.first(len(self.tokens) - 1)

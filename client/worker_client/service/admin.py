@@ -4,9 +4,9 @@ is over and the group can serve again."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Annotated, Final, TypeVar, get_args
+from typing import Annotated, Final, get_args
 
 from fastapi import APIRouter
 from msgspec import Meta
@@ -24,8 +24,10 @@ from rpc_schema.lifecycle import MemoryTag, SleepLevel, Status
 from worker_client.driver import Driver
 from worker_client.errors import RequestError, request_error
 from worker_client.group.running import RunningRequests
+from worker_client.group.weights_state import differing_ranks
 from worker_client.scheduler import Scheduler
 from worker_client.service.context import ServiceContext
+from worker_client.service.engine import Engine
 from worker_client.service.errors import RETRY_AFTER, HttpError, unavailable
 from worker_client.service.fields import BodyFields, read_body
 from worker_client.service.json_text import to_json
@@ -37,7 +39,6 @@ _TAGS: Final[tuple[MemoryTag, ...]] = get_args(MemoryTag)
 _RUNNING: Final[tuple[RunningRequests, ...]] = ("keep", "recompute", "abort", "drop")
 _UNMAPPED: Final = ("asleep", "discarded")
 Version = Annotated[int, Meta(ge=0)]
-T = TypeVar("T")
 
 
 def admin_router(context: ServiceContext) -> APIRouter:
@@ -76,7 +77,7 @@ def admin_router(context: ServiceContext) -> APIRouter:
             message = f"no adapter is called {name[:80]!r}"
             raise HttpError(404, message, param="lora_name", code="model_not_found")
         with _refusals("lora_name"):
-            await engine.call(lambda driver: driver.group.loras.remove(adapter.lora_id))
+            await engine.call_all(lambda d: d.group.loras.remove(adapter.lora_id))
             await engine.learn_adapters()
         return _json({"lora_name": name})
 
@@ -84,20 +85,22 @@ def admin_router(context: ServiceContext) -> APIRouter:
     async def sleep(http: Request) -> Response:
         context.access.check_admin(http)
         level = _level(http.query_params.get("level", "1"))
-        await admin.alone("the group is put to sleep", lambda driver: _sleep(driver, level))
+        async with admin.alone("the group is put to sleep"):
+            await _sleep(engine, level)
         return _json({"is_sleeping": True})
 
     @router.post("/wake_up")
     async def wake_up(http: Request) -> Response:
         context.access.check_admin(http)
         tags = _tags(http.query_params.getlist("tags"))
-        await admin.alone("the group wakes up", lambda driver: driver.group.memory.wake_up(tags))
-        return _json({"is_sleeping": await engine.call(_sleeps)})
+        async with admin.alone("the group wakes up"):
+            await engine.call_all(lambda driver: driver.group.memory.wake_up(tags))
+        return _json({"is_sleeping": any(await engine.call_all(_sleeps))})
 
     @router.get("/is_sleeping")
     async def is_sleeping(http: Request) -> Response:
         context.access.check_admin(http)
-        return _json({"is_sleeping": await engine.call(_sleeps)})
+        return _json({"is_sleeping": any(await engine.call_all(_sleeps))})
 
     return router
 
@@ -121,12 +124,12 @@ def _add_pauses(router: APIRouter, context: ServiceContext) -> None:
     @router.get("/is_paused")
     async def is_paused(http: Request) -> Response:
         context.access.check_admin(http)
-        return _json({"is_paused": await engine.call(lambda driver: driver.is_paused)})
+        return _json({"is_paused": any(await engine.call_all(lambda driver: driver.is_paused))})
 
 
 def _add_weights(router: APIRouter, context: ServiceContext, admin: "_Admin") -> None:
     """Add the endpoint for new weights."""
-    settings = context.settings
+    engine, settings = context.engine, context.settings
 
     @router.post("/update_weights")
     async def update_weights(http: Request) -> Response:
@@ -139,15 +142,18 @@ def _add_weights(router: APIRouter, context: ServiceContext, admin: "_Admin") ->
         fields.check_empty(("path", "version", "running", "recompute_budget"))
         kept = None if running is None else _running(running)
 
-        def reload(driver: Driver) -> JsonObject:
+        def reload(driver: Driver) -> int | None:
             driver.group.weights.reload(
                 path, version=version, running=kept or "drop", recompute_budget=budget
             )
             found = driver.group.weights.version
-            return {"version": None if found is None else found.number}
+            return None if found is None else found.number
 
-        what, beside = "the weights are updated", kept is not None
-        return _json(await admin.alone(what, reload, "path", beside=beside))
+        async with admin.alone("the weights are updated", "path", beside=kept is not None):
+            if version is None and engine.num_replicas > 1:
+                version = 1 + max(await engine.call_all(_newest_version))
+            found = await engine.call_all(reload)
+        return _json({"version": found[0]})
 
 
 class _Admin:
@@ -159,16 +165,12 @@ class _Admin:
         self._reason = ""
         """Why this object has closed the admission; empty: it has not."""
 
+    @contextlib.asynccontextmanager
     async def alone(
-        self,
-        what: str,
-        work: Callable[[Driver], T],
-        param: str | None = None,
-        *,
-        beside: bool = False,
-    ) -> T:
-        """Do something with the driver. what: the reason that requests get meanwhile. param: field
-        that daemons may refuse. beside: requests that run do not matter.
+        self, what: str, param: str | None = None, *, beside: bool = False
+    ) -> AsyncIterator[None]:
+        """Do something with the drivers in the block. what: the reason that requests get meanwhile.
+        param: field that daemons may refuse. beside: requests that run do not matter.
 
         Raises:
             HttpError: requests run (409), the server is shutting down (503), or the daemons refuse
@@ -177,7 +179,7 @@ class _Admin:
         """
         async with self._lock, self._without_requests(what, beside=beside):
             with _refusals(param):
-                return await self._context.engine.call(work)
+                yield
 
     @contextlib.asynccontextmanager
     async def _without_requests(self, what: str, *, beside: bool) -> AsyncIterator[None]:
@@ -193,7 +195,7 @@ class _Admin:
         finally:
             reason = ""
             with contextlib.suppress(WorkerDaemonError):  # requests learn why there is no rank
-                reason = await self._context.engine.call(_hindrance)
+                reason = await _hindrance(self._context.engine)
             if admission.closed == self._reason:  # else the server is shutting down
                 self._close(reason)
 
@@ -207,29 +209,44 @@ class _Admin:
             admission.open(admission.most)
 
 
-def _sleep(driver: Driver, level: SleepLevel) -> None:
+async def _sleep(engine: Engine, level: SleepLevel) -> None:
     """Put all ranks to sleep, or none: if one cannot, wake the others."""
-    memory = driver.group.memory
     try:
-        memory.sleep(level)
+        await engine.call_all(lambda driver: driver.group.memory.sleep(level))
     except WorkerError:
         with contextlib.suppress(WorkerError):
-            memory.wake_up()
+            await engine.call_all(lambda driver: driver.group.memory.wake_up())
         raise
     finally:
-        assert isinstance(driver.scheduler, Scheduler), "the engine's"
-        driver.scheduler.forget_prefixes()
+        with contextlib.suppress(WorkerDaemonError):  # of a driver that has ended
+            await engine.call_all(_forget_prefixes)
 
 
-def _hindrance(driver: Driver) -> str:
-    """Return why the group can serve no request; empty if it can. A rank that was lost meanwhile is
-    replaced first, which may wake the others."""
-    driver.look()
-    statuses = driver.group.get_status()
+def _forget_prefixes(driver: Driver) -> None:
+    assert isinstance(driver.scheduler, Scheduler), "the engine's"
+    driver.scheduler.forget_prefixes()
+
+
+async def _hindrance(engine: Engine) -> str:
+    """Return why the group can serve no request; empty if it can. Ranks that were lost meanwhile
+    are replaced first, which may wake the others."""
+    by_replica = await engine.call_all(_look)
+    statuses = [status for own in by_replica for status in own]
     if _are_asleep(statuses):
         return SLEEPS
     is_whole = all(each.weights is not None and each.weights.state == "whole" for each in statuses)
-    return "" if is_whole else NOT_WHOLE
+    is_same = differing_ranks(statuses) is None or engine.num_replicas == 1
+    return "" if is_whole and is_same else NOT_WHOLE
+
+
+def _look(driver: Driver) -> list[Status]:
+    driver.look()
+    return driver.group.get_status()
+
+
+def _newest_version(driver: Driver) -> int:
+    weights = [status.weights for status in driver.group.get_status()]
+    return max((each.version for each in weights if each is not None), default=0)
 
 
 def _sleeps(driver: Driver) -> bool:

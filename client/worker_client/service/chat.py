@@ -158,7 +158,7 @@ class _Chats:
         with renamed(asked.names):
             text = asked.prompt.render(template, asked.tools.given if asked.tools else None)
             ids = engine.tokenizer.encode(text, add_special_tokens=False)
-            rest = max(1, engine.loaded.max_model_len - len(ids))
+            rest = max(1, engine.max_model_len - len(ids))
             return engine.make({"max_tokens": rest, **asked.options}, ids, model)
 
     def form_of(

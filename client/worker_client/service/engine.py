@@ -7,23 +7,34 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
+from rpc_schema.errors import WorkerDaemonError
 from worker_client.async_driver import AsyncDriver, RequestProgress
 from worker_client.driven_group import DrivenGroup
 from worker_client.driver import Driver
 from worker_client.driver_parts.registry import DriverOptions
 from worker_client.driver_parts.remote_prefill import PrefillCounts
-from worker_client.errors import ClientConfigError, RequestError, WorkerDied, config_error
+from worker_client.errors import (
+    ClientConfigError,
+    ContentMismatchError,
+    RequestError,
+    WorkerDied,
+    config_error,
+)
 from worker_client.group.loading import LoadedGroup
-from worker_client.group.loras import GroupAdapter
+from worker_client.group.loras import AddTask, GroupAdapter
 from worker_client.inputs.chat_template import ChatTemplate, load_chat_template
 from worker_client.inputs.request_fields import Json, flat
 from worker_client.inputs.request_parser import RequestParser
 from worker_client.inputs.text_stream import StreamedText
 from worker_client.inputs.tokenizer import TextBounds, Tokenizer, load_tokenizer
+from worker_client.replicas.driver import DataParallelDriver
+from worker_client.replicas.loras import Addition, check_same_adapter, choose_addition
+from worker_client.replicas.prefill_group import PrefillThread
 from worker_client.requests import GenerationRequest, forked, seeded, with_adapter
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from worker_client.scheduler.drafting.payoffs import DraftingChange, log_change
@@ -32,7 +43,7 @@ from worker_client.scheduler_output import Experts, FullLogprob, Logprobs
 from worker_client.service.errors import HttpError, unknown_model
 from worker_client.service.fields import BodyFields
 from worker_client.service.generation_defaults import sampling_defaults
-from worker_client.service.launch import OpenedGroup, open_group
+from worker_client.service.launch import OpenedGroup, open_group, open_replicas
 from worker_client.service.metrics.counts import ServiceCounts
 from worker_client.service.prefill import opening_prefill
 from worker_client.service.settings import ServiceSettings
@@ -103,12 +114,14 @@ class Engine:
         """Sampling options of requests that say nothing else."""
         self.phase = "STARTING"
         """Phase of the start, for operators."""
-        self.max_unfinished = plan.config.scheduler.max_num_seqs + settings.max_queue
+        self.num_replicas = plan.config.parallel.data_parallel_size
+        num_seqs = self.num_replicas * plan.config.scheduler.max_num_seqs
+        self.max_unfinished = num_seqs + settings.max_queue
         """Bound on the samples that run or wait."""
-        self.driver = AsyncDriver(self._open_driver, max_requests=self.max_unfinished)
-        self.inner: Driver | None = None
-        """The driver inside, once the group is open: metrics read its numbers. All else belongs to
-        its thread."""
+        self.driver = self._make_driver()
+        self.inner: list[Driver] = []
+        """The replicas' drivers inside, once their groups are open: metrics read their numbers. All
+        else belongs to their threads."""
         self.counts = ServiceCounts()
         self.prefill_counts: PrefillCounts | None = None
         """Counts of prompts that another group has computed; None without one."""
@@ -121,7 +134,10 @@ class Engine:
         self._served_as: dict[str, str] = {}
         """Such names that are not the adapter's own, by the latter."""
         self._settings = settings
-        self._opened: OpenedGroup | None = None
+        self._opened: list[OpenedGroup] = []
+        """The groups of the replicas."""
+        self._groups = contextlib.ExitStack()
+        """Closes the groups of several replicas; a single one is its driver's."""
         self._is_ready = False
         self._parser = RequestParser(tokenizer.encode, plan.seed, encode_word=tokenizer.encode_word)
         self._numbers = itertools.count()
@@ -130,13 +146,20 @@ class Engine:
     async def __aenter__(self) -> "Engine":
         """Open the group, and add the adapters of the settings. Raises what open_group raises."""
         began = time.monotonic()
-        await self.driver.__aenter__()
         try:
-            for adapter in self._settings.adapters:
-                await self.add_adapter(adapter.sent_as, served_as=adapter.name)
-            await self.learn_adapters()
+            if self.num_replicas > 1:
+                opening = open_replicas(self.plan, self._note_phase)
+                self._opened = await asyncio.to_thread(self._groups.enter_context, opening)
+            await self.driver.__aenter__()
+            try:
+                for adapter in self._settings.adapters:
+                    await self.add_adapter(adapter.sent_as, served_as=adapter.name)
+                await self.learn_adapters()
+            except BaseException:
+                await self.driver.__aexit__()
+                raise
         except BaseException:
-            await self.driver.__aexit__()
+            await asyncio.to_thread(self._groups.close)
             raise
         self.startup_s = time.monotonic() - began
         self._is_ready = True
@@ -145,6 +168,7 @@ class Engine:
     async def __aexit__(self, *_: object) -> None:
         """Abort all requests, and close the group."""
         await self.driver.__aexit__()
+        await asyncio.to_thread(self._groups.close)
 
     def close(self) -> None:
         """End the making of requests, and its processes."""
@@ -160,24 +184,43 @@ class Engine:
 
     @property
     def loaded(self) -> LoadedGroup:
-        """The loaded model; only once it is ready."""
-        assert self._opened is not None, "app.py lets no request in before"
-        return self._opened.loaded
+        """The loaded model, of the first replica; only once it is ready."""
+        assert self._opened, "app.py lets no request in before"
+        return self._opened[0].loaded
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest context that all replicas take; only once it is ready."""
+        return min(each.loaded.max_model_len for each in self._opened)
+
+    def _make_driver(self) -> AsyncDriver | DataParallelDriver:
+        most, count = self.max_unfinished, self.num_replicas
+        if count == 1:
+            return AsyncDriver(self._open_driver, max_requests=most)
+        opening = [partial(self._open_replica, place) for place in range(count)]
+        return DataParallelDriver(opening, max_requests=most)
 
     @contextlib.contextmanager
     def _open_driver(self) -> Iterator[Driver]:
-        """On the driver's thread."""
-        plan = self.plan
+        """Open the only replica, on its driver's thread."""
         with contextlib.ExitStack() as stack:
             other = self._settings.prefill
             prefill = None if other is None else stack.enter_context(opening_prefill(other))
-            opened = stack.enter_context(open_group(plan, self._note_phase))
-            loaded, metadata = opened.loaded, opened.loaded.metadata
-            self.tokenizer.fit_context(loaded.max_model_len)
-            grammars = open_grammars(
-                plan.model.directory, metadata.vocab_size, metadata.eos_token_ids
-            )
-            stack.callback(grammars.close)
+            opened = stack.enter_context(open_group(self.plan, self._note_phase))
+            self._opened = [opened]
+            yield stack.enter_context(self._driving(opened, prefill))
+
+    def _open_replica(self, place: int) -> AbstractContextManager[Driver]:
+        """Open the driver of one of several replicas, on its thread."""
+        return self._driving(self._opened[place], None)
+
+    @contextlib.contextmanager
+    def _driving(self, opened: OpenedGroup, prefill: PrefillThread | None) -> Iterator[Driver]:
+        plan, loaded = self.plan, opened.loaded
+        self.tokenizer.fit_context(self.max_model_len)
+        metadata = loaded.metadata
+        grammars = open_grammars(plan.model.directory, metadata.vocab_size, metadata.eos_token_ids)
+        with contextlib.closing(grammars):
             limits = scheduler_limits(loaded, plan.config, max_itl_ms=plan.max_itl_ms)
             changed = self.note_drafting
             scheduler = Scheduler(limits, self.tokenizer, on_drafting_change=changed)
@@ -185,14 +228,14 @@ class Engine:
                 self.phase = "opening the prefill group"
                 prefill.wait_opened()
                 self.prefill_counts = prefill.counts
-            self._opened = opened
             self.phase = "READY"
-            recover = partial(self._recover, opened)
             options = DriverOptions(
                 grammars, eplb_step_interval=plan.eplb_step_interval, prefill=prefill
             )
-            self.inner = Driver(opened.group, scheduler, recover=recover, options=options)
-            yield self.inner
+            recover = partial(self._recover, opened)
+            driver = Driver(opened.group, scheduler, recover=recover, options=options)
+            self.inner.append(driver)
+            yield driver
 
     def _recover(self, opened: OpenedGroup, died: WorkerDied) -> None:
         self.counts.num_recoveries += 1
@@ -208,28 +251,50 @@ class Engine:
         if progress.phase != "IDLE":
             self.phase = f"{progress.phase} (rank {progress.rank})"
 
-    async def call(self, work: Callable[[Driver], T]) -> T:
-        """Call a function with the driver (and `driver.group`, `driver.scheduler`), on its thread
-        and between two steps: see AsyncDriver.call. What takes long holds up every request."""
-        return await self.driver.call(work)
+    async def call_all(self, work: Callable[[Driver], T]) -> list[T]:
+        """Call a function with the driver of each replica (and `driver.group`, `driver.scheduler`),
+        on its thread and between two steps; return the results: see DataParallelDriver.call_all.
+        What takes long holds up every request."""
+        return await self.driver.call_all(work)
 
     async def add_adapter(
         self, name: str, *, served_as: str = "", load_inplace: bool = False
     ) -> GroupAdapter:
-        """Read an adapter below the daemons' --lora-root while requests are served, and add it.
-        served_as: its name in requests, if that is another one. Raises what GroupLoras.add
-        raises."""
-        task = await self.call(lambda d: d.group.loras.begin_add(name, load_inplace=load_inplace))
-        while await self.call(lambda _: task.proceed()):
-            await asyncio.sleep(ADAPTER_POLL_S)
+        """Read an adapter below the daemons' --lora-root while requests are served, and add it to
+        all replicas. served_as: its name in requests, if that is another one. Raises what
+        ReplicaLoras.add raises."""
+        known = await self.call_all(lambda driver: dict(driver.group.loras.known))
+        addition = choose_addition(name, known, load_inplace=load_inplace)
+        tasks: dict[Driver, AddTask] = {}
+
+        def begin(driver: Driver) -> None:
+            tasks[driver] = driver.group.loras.begin_add(
+                name,
+                addition.lora_id,
+                load_inplace=addition.load_inplace,
+                version=addition.version,
+            )
+
+        try:
+            await self.call_all(begin)
+            while any(await self.call_all(lambda driver: tasks[driver].proceed())):
+                await asyncio.sleep(ADAPTER_POLL_S)
+            added = [task.adapter for task in tasks.values() if task.adapter is not None]
+            check_same_adapter(name, added)
+        except (WorkerDaemonError, ContentMismatchError):
+            if addition.is_new and self.num_replicas > 1:
+                with contextlib.suppress(WorkerDaemonError):
+                    await self.call_all(partial(_take_back, addition))
+            raise
         self._served_as[name] = served_as or name
         await self.learn_adapters()
-        assert task.adapter is not None, "it has proceeded to its end"
-        return task.adapter
+        return added[0]
 
     async def learn_adapters(self) -> None:
-        """Serve the adapters that all ranks have now, and no others."""
-        found = await self.call(lambda driver: tuple(driver.group.loras.known.values()))
+        """Serve the adapters that all replicas have now, and no others."""
+        first, *others = await self.call_all(lambda driver: dict(driver.group.loras.known))
+        versions = [{own.version for own in known.values()} for known in others]
+        found = [own for own in first.values() if all(own.version in each for each in versions)]
         self.adapters = {self._served_as.get(own.name, own.name): own for own in found}
 
     def take_model(self, fields: BodyFields) -> Model:
@@ -309,6 +374,13 @@ class Engine:
                         raise output.refusal or _failed(output)
                     for part in samples.parts(progress):
                         yield part
+
+
+def _take_back(addition: Addition, driver: Driver) -> None:
+    """Remove an adapter that only some replicas have added."""
+    known = driver.group.loras.known.get(addition.lora_id)
+    if known is not None and known.version == addition.version:
+        driver.group.loras.remove(addition.lora_id)
 
 
 class _Samples:

@@ -2,13 +2,16 @@
 they die, and ends."""
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from worker_client.driven_group import DrivenGroup
 from worker_client.driver import Recover
 from worker_client.errors import WorkerDied
 from worker_client.group.loading import LoadedGroup
+from worker_client.replicas.group import DataParallelGroup
 from worker_client.worker_group import RankProgress, WorkerGroup
 
 
@@ -51,3 +54,39 @@ def open_group(
                 group.replace(died.rank, within_s=plan.replace_within_s)
 
         yield OpenedGroup(group, loaded, recover)
+
+
+@contextlib.contextmanager
+def open_replicas(
+    plan: DrivenGroup, on_progress: Callable[[RankProgress], None] | None = None
+) -> Iterator[list[OpenedGroup]]:
+    """Open the groups of all replicas, as open_group opens one. on_progress is called on several
+    threads. Afterwards each belongs to the thread of its driver, until all of these have ended.
+    Raises what LocalDaemons, DataParallelGroup.attach and DataParallelGroup.prepare raise."""
+    with contextlib.ExitStack() as stack:
+        endpoints, daemons = plan.endpoints, None
+        if not endpoints:
+            daemons = stack.enter_context(plan.start_daemons())
+            stack.enter_context(daemons.naming_causes())
+            endpoints = tuple(daemons.endpoints)
+        group = stack.enter_context(DataParallelGroup(endpoints, plan.config.parallel, plan.keys))
+        group.attach(force=plan.force, wait_s=plan.wait_s)
+        loaded = group.prepare(
+            plan.config,
+            num_gpu_blocks=plan.num_gpu_blocks,
+            fit_max_model_len=plan.fit_max_model_len,
+            reload=plan.reload,
+            content=plan.model.content,
+            on_progress=on_progress,
+        )
+        restarting = threading.Lock()
+
+        def recover(replica: WorkerGroup, died: WorkerDied) -> None:
+            with contextlib.ExitStack() as supervised:
+                if daemons is not None:
+                    supervised.enter_context(restarting)
+                    supervised.enter_context(daemons.kept_alive())
+                replica.replace(died.rank, within_s=plan.replace_within_s)
+
+        pairs = zip(group.replicas, loaded, strict=True)
+        yield [OpenedGroup(own, model, partial(recover, own)) for own, model in pairs]

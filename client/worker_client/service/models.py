@@ -26,7 +26,7 @@ def models_router(context: ServiceContext) -> APIRouter:
             "owned_by": OWNER,
             "root": name if adapter else engine.plan.model.sent_as,
             "parent": engine.names[0] if adapter else None,
-            "max_model_len": engine.loaded.max_model_len,
+            "max_model_len": engine.max_model_len,
         }
 
     @router.get("/v1/models")

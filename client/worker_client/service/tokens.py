@@ -37,7 +37,7 @@ def tokens_router(context: ServiceContext) -> APIRouter:
         names = [engine.tokenizer.name_of(token_id) for token_id in ids] if is_shown else None
         body = {
             "count": len(ids),
-            "max_model_len": engine.loaded.max_model_len,
+            "max_model_len": engine.max_model_len,
             "tokens": ids,
             "token_strs": names,
         }
@@ -85,7 +85,7 @@ def _take_ids(fields: BodyFields, engine: Engine) -> Sequence[int]:
     ids: list[int] | None = fields.take("tokens", TokenIds, None)
     if ids is None:
         raise request_error("tokens", None, "there are no tokens", "give a list of token ids")
-    most, size = engine.loaded.max_model_len, engine.loaded.metadata.vocab_size
+    most, size = engine.max_model_len, engine.loaded.metadata.vocab_size
     if len(ids) > most:
         raise request_error("tokens", len(ids), "too many", f"give at most {most}")
     wrong = next((place for place, each in enumerate(ids) if each >= size), None)

@@ -7,7 +7,7 @@ step_checks.py        what a step must fulfill; each check returns the first fau
 sent_counts.py        what the daemons know of each request's tokens
 block_tables.py       which blocks they know of each request; block_holders.py, cached_blocks.py
 step_values.py        values of optional features, by slot
-masks.py              those of grammars, which structured/ makes
-deferred_sampling.py  requests that are sampled later
+deferred_sampling.py  requests that are sampled later; masks.py: grammars' masks
 encoded_step.py       a step once it is encoded; reads its reply
+lockstep.py           the rows of replicas that take each step together; lockstep_step.py
 """

@@ -72,6 +72,7 @@ class ChangedStep(NamedTuple):
             settled=named(notes.settled.tolist()) if notes.settled.size else b"",
             num_samples=_chosen(rows.slots, rows.num_samples, rows.num_samples > 1),
             skip_drafts=self.skips_drafts,
+            replica_counts=envelope.replica_counts,
         )
         return encode_checked(message, [*tokens, *self.sampling.frames], new, limits)
 

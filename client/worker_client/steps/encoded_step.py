@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from rpc_schema.codec import Frame
+from rpc_schema.codec import Frame, StepReplyMessage
 from rpc_schema.errors import BadFrameError
 from rpc_schema.extensions import ReplyExtension
 from rpc_schema.pooling import PooledOutputs
@@ -36,6 +36,8 @@ class StepEnvelope(Struct, frozen=True, gc=False):
     seq: int
     confirm: Confirm | None = None
     """Called just before the step is accounted for. If it raises, nothing has changed."""
+    replica_counts: bytes = b""
+    """See ExecuteModel."""
 
 
 class SteadyRequests:
@@ -119,7 +121,7 @@ class EncodedStep:
         """Sent in full: if this one fails, the rows it names cannot be trusted either."""
         self.deferred = deferred
         """Requests whose sampling waits, by slot."""
-        self.left = dict(deferred)
+        self.left = {**deferred} if deferred else {}
         """Those of them that were not sampled yet."""
         self.is_later = is_later
         """It is the later sampling of a step's requests; some may have finished since."""
@@ -217,6 +219,35 @@ def decode_reply(
     pairs = [pair for pair in zip(gained, token_ids, strict=True) if pair[0]]
     req_ids, token_ids = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     return StepResult(req_ids, token_ids, reports, rows.refused, version, samples)
+
+
+def decode_outcome(
+    step: EncodedStep | None, reply: StepReplyMessage, arrays: Sequence[Frame]
+) -> StepResult:
+    """Turn the reply to a request that was sent as a step into its result. step: None if it has no
+    requests.
+
+    Raises:
+        BadFrameError: the reply does not fit the step.
+    """
+    if not isinstance(reply, ModelRunnerOutput):
+        raise BadFrameError(f"step {reply.seq} was answered with {type(reply).__name__}")
+    if step is None:
+        return StepResult((), (), weights_version=reply.weights_version)
+    result = decode_reply(step, reply, arrays)
+    if reply.invalid_blocks or reply.arrived_blocks:
+        invalid = _read_blocks("invalid_blocks", reply.invalid_blocks)
+        arrived = _read_blocks("arrived_blocks", reply.arrived_blocks)
+        ago_s = reply.arrived_us_ago / 1e6
+        return replace(result, invalid_blocks=invalid, arrived_blocks=arrived, arrived_s_ago=ago_s)
+    return result
+
+
+def _read_blocks(field: str, raw: bytes) -> list[int]:
+    if len(raw) % 4:
+        raise BadFrameError(f"ModelRunnerOutput.{field} is no sequence of int32")
+    block_ids: list[int] = np.frombuffer(raw, _INT32).tolist()
+    return block_ids
 
 
 def _decode_drafted(

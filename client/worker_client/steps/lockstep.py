@@ -1,55 +1,26 @@
 """The rows of replicas that take each step together: a slot table for each, and steps with a part
 for each. Either all parts of a step are encoded and accounted for, or none is."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 
 import numpy as np
 
-from rpc_schema.codec import Frame
+from rpc_schema.codec import Frame, encode_step
 from worker_client.errors import ClientError
+from worker_client.parts.registry import Extensions
 from worker_client.scheduler_output import SchedulerOutput, StepResult, StepValues
 from worker_client.steps.cached_blocks import CachedBlocks
-from worker_client.steps.encoded_step import Confirm, EncodedStep
+from worker_client.steps.encoded_step import Confirm, EncodedStep, SteadyRequests, StepEnvelope
+from worker_client.steps.lockstep_step import LockstepStep, SteadyReplicas
 from worker_client.steps.slots import SlotTable, check_deferred, check_values
-from worker_client.steps.step_checks import GroupLimits, named_ids
+from worker_client.steps.steady_steps import MAX_STEADY, SteadyStep
+from worker_client.steps.step_checks import WRONG_TYPE, GroupLimits, named_ids
 from worker_client.steps.step_fault import StepFault, refuse, wrong_ids
 
 _NOTHING = SchedulerOutput()
-
-
-class LockstepStep:
-    """A step as sent to all replicas. Like EncodedStep, as far as a group's futures need it."""
-
-    def __init__(
-        self,
-        seq: int,
-        output: SchedulerOutput,
-        parts: Sequence[EncodedStep],
-        by_replica: Sequence[Sequence[Frame]],
-    ) -> None:
-        """parts: of each replica. by_replica: the frames that are sent to each."""
-        self.seq = seq
-        """Number of the step; also that of its later sampling."""
-        self.output = output
-        self.parts = parts
-        self.by_replica = by_replica
-        self.resync = any(part.resync for part in parts)
-        """Sent in full to a replica: see EncodedStep."""
-        self.is_later = any(part.is_later for part in parts)
-        """It is the later sampling of a step's requests."""
-
-    @property
-    def deferred(self) -> Collection[str]:
-        """Requests whose sampling waits."""
-        return [req_id for part in self.parts for req_id in part.deferred.values()]
-
-    @property
-    def left_req_ids(self) -> list[str]:
-        """Those of them that were not sampled yet."""
-        return [req_id for part in self.parts for req_id in part.left_req_ids]
 
 
 class LockstepSlots:
@@ -59,6 +30,8 @@ class LockstepSlots:
     def __init__(self, max_num_seqs: int, limits: GroupLimits, num_replicas: int) -> None:
         """max_num_seqs, limits: of each replica."""
         self._tables = [SlotTable(max_num_seqs, limits) for _ in range(num_replicas)]
+        self._steady: dict[tuple[SteadyRequests, ...], SteadyReplicas] = {}
+        """Those of the last steps that went on as before."""
 
     def __len__(self) -> int:
         return sum(map(len, self._tables))
@@ -90,13 +63,66 @@ class LockstepSlots:
         parts = self._parts_of(output)
         if output.extensions:
             parts = [_with_values(part, output.extensions) for part in parts]
+        else:
+            steps = self._begin_steady(parts)
+            if steps is not None:
+                return self._encode_steady(output, parts, steps, epoch, link, seq)
+        counts = _counts(parts)
         encode = [
-            partial(table.encode, part, epoch=epoch, link=link, seq=seq)
+            partial(table.encode, part, epoch=epoch, link=link, seq=seq, replica_counts=counts)
             for table, part in zip(self._tables, parts, strict=True)
         ]
-        encoded = _all_or_none(encode, partial(self._check_places, parts))
-        counts = _counts(parts)
-        return LockstepStep(seq, output, encoded, [[*each.frames, counts] for each in encoded])
+        return LockstepStep.of(
+            seq, output, _all_or_none(encode, partial(self._check_places, parts))
+        )
+
+    def _begin_steady(self, parts: Sequence[SchedulerOutput]) -> list[SteadyStep] | None:
+        """Take the blocks of a step whose requests go on as before, on all replicas; None if it is
+        another one, or has a fault."""
+        steps: list[SteadyStep] = []
+        for table, part in zip(self._tables, parts, strict=True):
+            step = table.begin_steady(part)
+            if step is None:
+                self._give_back(steps)
+                return None
+            steps.append(step)
+        return steps
+
+    def _give_back(self, steps: Sequence[SteadyStep]) -> None:
+        for table, step in zip(self._tables, steps, strict=False):
+            table.give_back(step)
+
+    def _encode_steady(
+        self,
+        output: SchedulerOutput,
+        parts: Sequence[SchedulerOutput],
+        steps: Sequence[SteadyStep],
+        epoch: int,
+        link: int,
+        seq: int,
+    ) -> LockstepStep:
+        """Encode a step that has begun on all replicas. Nothing is made for a replica but its
+        message."""
+        steady = self._steady_replicas(tuple([step.steady for step in steps]))
+        envelope = StepEnvelope(epoch, link, seq, replica_counts=steady.counts)
+        try:
+            frames = [encode_step(step.message(envelope)) for step in steps]
+        except BaseException:
+            self._give_back(steps)
+            raise
+        for table, step in zip(self._tables, steps, strict=True):
+            table.finish_steady(step)
+        reporting = [table.reporting for table in self._tables]
+        make_parts = partial(_steady_parts, seq, parts, frames, steady, reporting)
+        return LockstepStep(seq, output, frames, make_parts, steady=steady)
+
+    def _steady_replicas(self, by_replica: tuple[SteadyRequests, ...]) -> SteadyReplicas:
+        steady = self._steady.get(by_replica)
+        if steady is None:
+            if len(self._steady) == MAX_STEADY:
+                self._steady.clear()
+            steady = self._steady[by_replica] = SteadyReplicas(by_replica)
+        return steady
 
     def encode_sampling(
         self,
@@ -119,15 +145,16 @@ class LockstepSlots:
         check_deferred(step.seq, values, req_ids, {r for own in chosen for r in own.values()})
         if not any(chosen):
             return None
+        counts = _counts([_NOTHING] * len(self._tables))
         encode = [
             partial(table.encode_chosen, part, own, values, epoch=epoch, link=link, seq=seq)
             if own
-            else partial(table.encode, _NOTHING, epoch=epoch, link=link, seq=seq)
+            else partial(
+                table.encode, _NOTHING, epoch=epoch, link=link, seq=seq, replica_counts=counts
+            )
             for table, part, own in zip(self._tables, step.parts, chosen, strict=True)
         ]
-        encoded, counts = _all_or_none(encode), _counts([_NOTHING] * len(self._tables))
-        sent = [each.frames if each.is_later else [*each.frames, counts] for each in encoded]
-        return LockstepStep(step.seq, step.output, encoded, sent)
+        return LockstepStep.of(step.seq, step.output, _all_or_none(encode))
 
     def fail(self, outputs: Iterable[SchedulerOutput]) -> frozenset[str]:
         """See SlotTable.fail. One without a part for each replica was never sent."""
@@ -234,6 +261,25 @@ def _all_or_none(
 
 
 def _counts(parts: Sequence[SchedulerOutput]) -> bytes:
-    """Return int32 [replicas, 2]: requests and tokens of each part. All parts are checked."""
-    counts = [(part.num_requests, part.total_num_scheduled_tokens) for part in parts]
-    return np.array(counts, "<i4").tobytes()
+    """Return ExecuteModel.replica_counts. Parts are not checked yet: nothing if they cannot be
+    counted."""
+    try:
+        counts = [(part.num_requests, part.total_num_scheduled_tokens) for part in parts]
+        return np.array(counts, "<i4").tobytes()
+    except WRONG_TYPE:
+        return b""
+
+
+def _steady_parts(
+    seq: int,
+    parts: Sequence[SchedulerOutput],
+    frames: Sequence[list[Frame]],
+    steady: SteadyReplicas,
+    reporting: Sequence[Mapping[str, Extensions]],
+) -> list[EncodedStep]:
+    """Return the step of each replica, all of whose requests go on as before."""
+    by_replica = zip(parts, frames, steady.by_replica, reporting, strict=True)
+    return [
+        EncodedStep(seq, part, sent, requests, (), (), reports)
+        for part, sent, requests, reports in by_replica
+    ]

@@ -11,6 +11,7 @@ from itertools import chain
 
 import numpy as np
 
+from worker_client.parts.registry import Extensions
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult, StepValues
 from worker_client.steps.assignment import SlotAssignment
 from worker_client.steps.block_tables import BlockTables
@@ -26,7 +27,7 @@ from worker_client.steps.encoded_step import (
     pack_bits,
 )
 from worker_client.steps.sent_counts import RowNotes, SentCounts
-from worker_client.steps.steady_steps import SteadySteps
+from worker_client.steps.steady_steps import SteadyStep, SteadySteps
 from worker_client.steps.step_checks import (
     WIRE_LIMITS,
     GroupLimits,
@@ -102,17 +103,18 @@ class SlotTable:
         link: int,
         seq: int,
         confirm: Confirm | None = None,
+        replica_counts: bytes = b"",
     ) -> EncodedStep:
         """Encode a step and account for it as applied. The table changes only after the step is
         checked and encoded, when nothing can fail any more.
 
         confirm: called just before the table changes. What it raises is raised, and nothing has
-        changed then.
+        changed then. replica_counts: see ExecuteModel.
 
         Raises:
             InvalidSchedulerOutput: the output breaks a rule; nothing has changed.
         """
-        envelope = StepEnvelope(epoch, link, seq, confirm)
+        envelope = StepEnvelope(epoch, link, seq, confirm, replica_counts)
         kind, encoded_step = self._kind(output), None
         if kind is _Kind.DECODES:
             encoded_step = self._steady.encode(output, envelope)
@@ -123,6 +125,28 @@ class SlotTable:
         if not isinstance(encoded_step, EncodedStep):
             refuse(encoded_step)
         return encoded_step
+
+    def begin_steady(self, output: SchedulerOutput) -> SteadyStep | None:
+        """Take the blocks of a step that goes on as before; finish_steady() or give_back() follows
+        at once. Return None if it is another one, or has a fault: encode() it."""
+        if self._kind(output) is not _Kind.DECODES:
+            return None
+        step = self._steady.begin(output)
+        return step if isinstance(step, SteadyStep) else None
+
+    def finish_steady(self, step: SteadyStep) -> None:
+        """Account for a steady step that is encoded, as applied."""
+        self._steady.finish(step)
+
+    def give_back(self, step: SteadyStep) -> None:
+        """Undo begin_steady()."""
+        self._steady.give_back(step)
+
+    @property
+    def reporting(self) -> Mapping[str, Extensions]:
+        """Extensions of the requests whose replies have more than tokens. Replaced, never
+        changed."""
+        return self._assignment.reporting
 
     def _encode_other(
         self, output: SchedulerOutput, kind: _Kind, envelope: StepEnvelope

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from rpc_schema.codec import Frame, encode_step
@@ -20,7 +21,7 @@ from worker_client.steps.encoded_step import (
     SteadyRequests,
     StepEnvelope,
 )
-from worker_client.steps.sent_counts import NO_NOTES, ScheduledRows, SentCounts
+from worker_client.steps.sent_counts import NO_NOTES, RowNotes, ScheduledRows, SentCounts
 from worker_client.steps.steady_drafts import SteadyDrafts
 from worker_client.steps.step_checks import GroupLimits, repeated, total_fault
 from worker_client.steps.step_fault import StepFault, wrong_ids
@@ -28,6 +29,34 @@ from worker_client.steps.step_values import named
 
 MAX_STEADY: Final = 16
 """Number of steady sets that are kept: more than a pipeline has micro-batches."""
+
+
+class SteadyStep(Struct, frozen=True, gc=False):
+    """A step that only decodes, before it is sent. Its blocks are taken; the rest of it is not
+    accounted for."""
+
+    steady: SteadyRequests
+    blocks: GivenBlocks
+    notes: RowNotes
+    skips_drafts: bool
+    """See SchedulerOutput.skip_drafts."""
+
+    def message(self, envelope: StepEnvelope) -> ExecuteModel:
+        """Return its message."""
+        steady, blocks = self.steady, self.blocks
+        return ExecuteModel(
+            epoch=envelope.epoch,
+            link=envelope.link,
+            seq=envelope.seq,
+            total_num_scheduled_tokens=len(steady.req_ids),
+            scheduled=steady.bitmap,
+            new_block_slots=blocks.slots,
+            new_block_ids=blocks.ids,
+            new_block_groups=blocks.groups,
+            corrections=self.notes.corrections,
+            skip_drafts=self.skips_drafts,
+            replica_counts=envelope.replica_counts,
+        )
 
 
 class SteadySteps:
@@ -48,6 +77,8 @@ class SteadySteps:
         self._limits = limits
         self._sets: list[SteadyRequests] = []
         """Requests of the last values of decode_req_ids."""
+        self._idle = SteadyRequests((), np.zeros(0, np.int32), num_slots)
+        """Those of steps without requests."""
         self._drafted: list[SteadyDrafts] = []
         """The rows of the last steps that only decode, with drafts; a row is in one of them."""
 
@@ -92,13 +123,25 @@ class SteadySteps:
     def encode(
         self, output: SchedulerOutput, envelope: StepEnvelope
     ) -> EncodedStep | StepFault | None:
-        """Encode a step that only decodes, and account for it. Return None if its requests are not
-        known as such, or it makes counts exact that were bounds."""
+        """Encode a step that only decodes, and account for it. Return None where begin does."""
+        step = self.begin(output)
+        if not isinstance(step, SteadyStep):
+            return step
+        frames = self._confirmed(step.message(envelope), step.blocks, envelope.confirm)
+        self.finish(step)
+        reporting = self._assignment.reporting
+        return EncodedStep(envelope.seq, output, frames, step.steady, (), (), reporting)
+
+    def begin(self, output: SchedulerOutput) -> SteadyStep | StepFault | None:
+        """Take the blocks of a step that only decodes; finish() or give_back() follows. Return None
+        if its requests are not known as such, or it makes counts exact that were bounds."""
         for steady in self._sets:
             if steady.req_ids is output.decode_req_ids:
                 break
         else:
-            return None
+            if not _is_idle(output):
+                return None
+            steady = self._idle
         drafted = self._rows.drafted
         if drafted.has_known and drafted.to_settle(steady.bits).size:
             return None
@@ -108,26 +151,19 @@ class SteadySteps:
         blocks = self._blocks.take_free(output, slot_of) or self._take_blocks(output)
         if isinstance(blocks, StepFault):
             return blocks
-        notes = self._rows.notes(steady.bits)
-        message = ExecuteModel(
-            epoch=envelope.epoch,
-            link=envelope.link,
-            seq=envelope.seq,
-            total_num_scheduled_tokens=len(steady.req_ids),
-            scheduled=steady.bitmap,
-            new_block_slots=blocks.slots,
-            new_block_ids=blocks.ids,
-            new_block_groups=blocks.groups,
-            corrections=notes.corrections,
-            skip_drafts=output.skip_drafts,
-        )
-        frames = self._confirmed(message, blocks, envelope.confirm)
-        steady.num_pending += 1
-        if notes is not NO_NOTES:
-            self._rows.tell(notes)
-        if blocks.slots:
-            self._blocks.append_later(blocks)
-        return EncodedStep(envelope.seq, output, frames, steady, (), (), self._assignment.reporting)
+        return SteadyStep(steady, blocks, self._rows.notes(steady.bits), output.skip_drafts)
+
+    def finish(self, step: SteadyStep) -> None:
+        """Account for a step that is encoded."""
+        step.steady.num_pending += 1
+        if step.notes is not NO_NOTES:
+            self._rows.tell(step.notes)
+        if step.blocks.slots:
+            self._blocks.append_later(step.blocks)
+
+    def give_back(self, step: SteadyStep) -> None:
+        """Undo begin(): the step is not sent."""
+        self._blocks.give_back(step.blocks)
 
     def encode_drafts(
         self, output: SchedulerOutput, envelope: StepEnvelope
@@ -169,6 +205,7 @@ class SteadySteps:
             draft_token_ids=drafts.token_column(steady.drafted_req_ids) if brought else b"",
             settled=named(notes.settled.tolist()) if notes.settled.size else b"",
             skip_drafts=output.skip_drafts,
+            replica_counts=envelope.replica_counts,
         )
         frames = self._confirmed(message, blocks, envelope.confirm)
         steady.num_pending += 1
@@ -227,3 +264,24 @@ class SteadySteps:
             self._blocks.give_back(blocks)
             raise
         return frames
+
+
+def _is_idle(output: SchedulerOutput) -> bool:
+    """Return True if a step has nothing in any field, whose types are right too."""
+    sequences = (
+        output.decode_req_ids,
+        output.scheduled_new_reqs,
+        output.finished_req_ids,
+        output.preempted_req_ids,
+        output.extensions,
+    )
+    mappings = (
+        output.num_scheduled_tokens,
+        output.new_block_ids,
+        output.num_samples,
+        output.num_drafts,
+        output.draft_token_ids,
+    )
+    return all(type(own) in (tuple, list) and not own for own in sequences) and all(
+        type(own) is dict and not own for own in mappings
+    )

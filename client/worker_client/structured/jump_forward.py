@@ -46,9 +46,11 @@ class JumpForward:
         return bool(self._new)
 
     def add(self, request: GenerationRequest) -> None:
-        """Note a request that was queued."""
+        """Note a request that was queued, unless it has tokens already."""
         grammar = request.sampling.structured_outputs
-        if grammar is not None and may_jump(request.extensions(())):
+        if grammar is None or request.continues is not None:
+            return
+        if may_jump(request.extensions(())):
             self._new[request.id] = grammar
 
     def forget(self, req_id: str) -> None:

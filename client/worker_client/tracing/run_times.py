@@ -48,6 +48,12 @@ class RunTimes:
         """Return True for a request that was added and has not ended."""
         return req_id in self._added
 
+    @property
+    def unfinished(self) -> dict[str, tuple[float, float | None]]:
+        """The requests that were added and have not ended, the oldest first, each with the moments
+        at which it was added, and had its first token, if it has one."""
+        return {name: (at, self._first_token.get(name)) for name, at in self._added.items()}
+
     def added(self, req_id: str) -> None:
         """Note that a request was queued."""
         self._added[req_id] = time.monotonic()

@@ -11,6 +11,7 @@ import pytest
 from examples.static_batches import StaticBatches
 from rpc_schema.errors import ErrorCode
 from rpc_schema.step import NO_TOKEN
+from tests.support.exhaustive import seeds
 from tests.support.fake_daemon import Fault
 from tests.support.flat_requests import changed
 from tests.support.mock_schedulers import RandomScheduler
@@ -274,3 +275,38 @@ def test_requests_that_have_jumped_begin_again_when_prefixes_are_forgotten(
     if not loses_rows:
         assert driver.num_failures == 0, seed
         assert not daemons.daemons[-1].rows, seed
+
+
+@pytest.mark.parametrize("seed", seeds(3, of=20))
+def test_requests_that_are_given_up_go_on_where_they_were(fakes, connect, seed):
+    """Again and again, under other names: nobody sees where."""
+    rng = random.Random(seed)
+    requests = with_grammars(random_requests(rng, 10), rng, share=0.7)
+    wanted = {request.id: expected(request) for request in requests}
+    grammars = HandGrammars(wanted, lambda: rng.choice([0, 0, 1, 2, 3, 5, 9, 40]))
+    _, driver = driver_of(fakes, connect, grammars)
+    present, ended = {request.id: request for request in requests}, {}
+    for _ in range(8):
+        for request in present.values():
+            driver.add_request(request)
+        for _ in range(rng.randint(0, 12)):
+            if driver.busy:
+                ended |= {output.req_id: output for output in driver.step()}
+        given_up = driver.give_up_requests()
+        assert not driver.scheduler.has_unfinished_requests()
+        ended |= {output.req_id: output for output in driver.take_ended()}
+        assert given_up.keys() == present.keys() - ended.keys()
+        present = {
+            f"{name}+": replace(
+                present[name], id=f"{name}+", continues=each.output or present[name].continues
+            )
+            for name, each in given_up.items()
+        }
+        assert all(each.output is None or each.output.token_ids for each in given_up.values())
+    for request in present.values():
+        driver.add_request(request)
+    ended |= run_on(driver)
+    outputs = {name.rstrip("+"): output for name, output in ended.items()}
+    assert {name: output.token_ids for name, output in outputs.items()} == wanted
+    for output in ended.values():
+        assert sum(run.num_tokens for run in output.weights_versions) == len(output.token_ids)

@@ -15,13 +15,14 @@ from msgspec.structs import replace
 from rpc_schema.config import ParallelConfig
 from rpc_schema.errors import ErrorCode, WorkerError
 from tests.support.fake_daemon import FakeDaemon, Fault, reference_tokens
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from tests.unit.client.conftest import worker_config
 from worker_client.async_driver import AsyncDriver
 from worker_client.driver import Driver
 from worker_client.errors import (
     ClientConfigError,
     InvalidSchedulerOutput,
+    ReplacementFailed,
     RequestError,
     StepFailed,
     WorkerDied,
@@ -195,6 +196,29 @@ def test_rank_of_a_replica_dies_and_is_replaced(loaded, dp, pp, tp, rank):
     assert len({(daemon.epoch, daemon.link) for daemon in daemons}) == 1
     own = [daemon for number, daemon in enumerate(daemons) if number != rank]
     assert all(daemon.operations.count("LoadModel") == 1 for daemon in own)
+
+
+def test_all_go_on_once_a_late_successor_has_come(loaded):
+    """Each attempt that fails is the step's error; steps that were done stay so."""
+    group, scheduler, daemons = loaded(2)
+    may_come = []
+
+    def recover(died):
+        if may_come:
+            daemons[1] = FakeDaemon(daemons[1].endpoint).start()
+        group.replace(died.rank, within_s=PATIENCE_S if may_come else 0.1)
+
+    driver = Driver(group, scheduler, recover=recover)
+    for number in range(4):
+        driver.add_request(request_of(number))
+    outputs = [*driver.step(), *driver.step(), *driver.step()]
+    daemons[1].kill()
+    for _ in range(2):
+        with pytest.raises(ReplacementFailed):
+            for _ in range(20):
+                outputs += driver.step()
+    may_come.append(True)
+    check([*outputs, *driver.run()], range(4))
 
 
 def test_lost_reply_of_one_replica_comes_again(loaded):

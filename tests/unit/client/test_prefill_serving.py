@@ -34,7 +34,7 @@ class ModelledDriver:
     def __init__(self):
         self.scheduler, self.rank, self.flying = Scheduler(LIMITS), ModelledRank(), deque()
         self.group = SimpleNamespace(transfers=self)
-        self.while_in_flight, self.must_fail, self.num_moves = None, False, 0
+        self.must_fail, self.num_moves = False, 0
         self.num_begun = []
         """Moves before each result."""
         self.add_request = self.scheduler.add_request
@@ -47,7 +47,7 @@ class ModelledDriver:
     def step(self):
         while len(self.flying) < 2 and (output := self.scheduler.schedule()) is not None:
             self.flying.append((output, *self.rank.run(output)))
-        self.while_in_flight()
+        assert not self.part.work_in_flight()
         self.num_begun.append(self.num_moves)
         if self.must_fail:
             outputs = [output for output, *_ in self.flying]
@@ -58,6 +58,9 @@ class ModelledDriver:
             return []
         output, sampled, _ = self.flying.popleft()
         return self.scheduler.update_from_output(output, StepResult(sampled, [7] * len(sampled)))
+
+    def add_part(self, part):
+        self.part = part
 
     def look(self):
         pass

@@ -2,12 +2,15 @@
 run."""
 
 import json
+import random
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
-from tests.support.fake_daemon import HELD, FakeDaemon, Fault, reference_tokens
+from tests.support.exhaustive import seeds
+from tests.support.fake_daemon import FakeDaemon, Fault, reference_tokens
 from worker_client.cli.devices import Device
 from worker_client.cli.run_options import build_run_options
 from worker_client.cli.session import open_session, read_inputs
@@ -85,26 +88,61 @@ def test_wrong_lines_fail_alone(fakes, options_of):
     assert (served.outputs.keys(), served.errors.keys()) == ({"0", "2", "3"}, {"1"})
 
 
-def test_death_in_one_replica_ends_the_run_of_all(fakes, options_of):
-    """Replica 0 would finish: its daemon is held until the other has died, and then it stops."""
-    found = fakes(2)
-    held, dying = found.daemons
-    dying.faults = [Fault(4, "die")]
-    held.faults = [Fault(3, delay_s=HELD)]
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("seed", seeds(2, of=12))
+def test_requests_of_a_lost_replica_go_on_in_the_others(fakes, options_of, capsys, seed, measured):
+    """It has no successor. Some of its requests have tokens, others have not arrived."""
+    rng = random.Random(seed)
+    found = fakes(3)
+    found.daemons[rng.randrange(3)].faults = [Fault(rng.randrange(12), "die")]
+    lengths = rng.sample(range(1, 30), 12)
+    inputs = [replace(each, arrival_s=rng.uniform(0, 0.1)) for each in inputs_of(*lengths)]
     ended = []
-    with open_session(options_of(found, data_parallel_size=2, replace_within=0.0)) as session:
-        letting_go = threading.Thread(target=let_go, args=(held, dying))
-        letting_go.start()
-        with pytest.raises(WorkerDied) as caught:
-            session.serve(inputs_of(1, 2, 3, 4), (), lambda name, _: ended.append(name))
-        letting_go.join()
-    assert caught.value.rank == 1 and not ended
+    with open_session(options_of(found, data_parallel_size=3, replace_within=0.0)) as session:
+        served = session.serve(inputs, (), lambda name, _: ended.append(name), measured=measured)
+    assert {name: out.token_ids for name, out in served.outputs.items()} == expected(*lengths)
+    assert sorted(ended) == sorted(served.outputs) and not served.errors
+    assert served.timings.keys() == served.outputs.keys()
+    for timing in served.timings.values():
+        assert timing.added <= timing.first_token <= timing.finished
+    num_tokens = sum(len(out.token_ids) for out in served.outputs.values())
+    assert len(served.token_gaps_s) == (num_tokens - len(lengths)) * measured
+    assert "has ended, and the others go on" in capsys.readouterr().err
 
 
-def let_go(held: FakeDaemon, dying: FakeDaemon) -> None:
-    dying._thread.join()
-    time.sleep(0.5)  # its driver notices
-    held.let_go.set()
+def test_run_ends_once_no_replica_is_left(fakes, options_of):
+    found = fakes(2)
+    for daemon in found.daemons:
+        daemon.faults = [Fault(4, "die")]
+    ended = []
+    options = options_of(found, data_parallel_size=2, replace_within=0.0)
+    with open_session(options) as session, pytest.raises(WorkerDied):
+        session.serve(inputs_of(1, 2, 3, 4), (), lambda name, _: ended.append(name))
+    assert not ended
+
+
+def test_request_that_kills_daemons_fails_alone(fakes, options_of):
+    found = fakes(4)
+    for daemon in found.daemons:
+        dying_of("r9", daemon)
+    with open_session(options_of(found, data_parallel_size=4, replace_within=0.0)) as session:
+        served = session.serve(inputs_of(*range(1, 10)))
+    assert sum(daemon.is_running for daemon in found.daemons) == 1
+    assert {name: out.token_ids for name, out in served.outputs.items()} == expected(*range(1, 9))
+    assert [*served.errors] == ["r9"] and "3 replicas" in served.errors["r9"]
+
+
+def dying_of(req_id: str, daemon: FakeDaemon) -> None:
+    """Let a daemon die when it admits a request."""
+    admit = daemon._admit
+
+    def dying(requests, arrays):
+        if any(new.req_id == req_id for new in requests):
+            daemon._stop.set()
+            daemon._depart = lambda *_, **__: None
+        admit(requests, arrays)
+
+    daemon._admit = dying
 
 
 def test_rank_that_is_restarted_is_waited_for_beside_the_other_replica(fakes, options_of):

@@ -57,6 +57,7 @@ def test_every_wrong_option_is_named_with_the_fix_and_no_key_is_shown(
         (("--model", model, "--gpus", "0", "--endpoints", "ipc:///a/b"), "gpus"),
         (("--model", model, "--endpoints", "ipc:///a/b,ipc:///a/c"), "endpoints"),
         (("--model", model, "--endpoints", "tcp://127.0.0.1:5"), "endpoint"),
+        (("--model", model, "--endpoints", "ipc:///a/b", "--data-parallel-size", 2), "endpoints"),
         (("--model", model, "--generation-config", "x"), "generation_config"),
         (("--model", model, "--eplb-step-interval", 5), "eplb_step_interval"),
         (("--model", model, "--api-key", "a-short"), "api_key"),
@@ -91,6 +92,7 @@ APART = ("--prefill-endpoints", "ipc:///a/p,ipc:///a/q", "--kv-host-memory-bytes
         ((*APART, "--kv-host-memory-bytes", 0), "kv_host_memory_bytes"),
         ((*APART, "--prefill-host", "203.0.113.7"), "prefill_host"),
         ((*APART, "--prefill-endpoints", "tcp://10.0.0.1:70"), "endpoint"),
+        ((*APART, "--data-parallel-size", 2), "data_parallel_size"),
     ],
 )
 def test_wrong_options_of_the_prefill_group_are_named(model, served, words, field):
@@ -146,6 +148,9 @@ def test_the_port_and_the_tokenizer_are_checked_before_daemons_start(model, tmp_
         (("--pipeline-parallel-size", 3), None, 4, (3, 1), "012"),
         (("--tensor-parallel-size", 2), None, 4, (1, 2), "01"),
         (("--gpus", "3,1"), None, 4, (1, 2), "31"),
+        (("--data-parallel-size", 2), None, 4, (1, 2), "0123"),
+        (("--data-parallel-size", 4), None, 4, (1, 1), "0123"),
+        (("--data-parallel-size", 3), None, 2, None, "gpus"),
         (("--tensor-parallel-size", 8), None, 4, None, "gpus"),
         (("--pipeline-parallel-size", 2, "--gpus", "0"), None, 4, None, "gpus"),
     ],

@@ -293,7 +293,7 @@ def test_without_a_successor_the_driver_ends_at_the_deadline_and_may_go_on_later
 
 def test_driver_that_does_not_recover_is_told_the_rank_and_the_fix(served):
     driver, _, upgrade = served(2)
-    driver._recover = _raise
+    driver.recover = _raise
     driver.step()
     leaving = upgrade.begin(1)
     with pytest.raises(WorkerShutsDown, match=f"rank 1 at {leaving.endpoint}: .*; fix: ") as told:

@@ -32,7 +32,7 @@ from worker_client.group.loras import GroupLoras
 from worker_client.inputs.host_tensor import HostTensor
 from worker_client.inputs.request_checks import validated
 from worker_client.parts.registry import KINDS
-from worker_client.requests import GenerationRequest, SamplingParams
+from worker_client.requests import GenerationRequest, RequestOutput, SamplingParams
 from worker_client.scheduler import Scheduler, SchedulerLimits
 from worker_client.scheduler.new_requests import group_bounds
 from worker_client.steps.slots import SlotTable
@@ -61,6 +61,15 @@ OWN_FIELDS = (
     TraceWanted(num_tokens=1),
 )
 """Extensions that requests have by fields: one of each."""
+
+
+def output(**fields):
+    """An output so far, of two tokens."""
+    own = {"req_id": "r", "token_ids": [1, 2], "finish_reason": "abort", "num_prompt_tokens": 3}
+    return RequestOutput(**{**own, **NO_STATISTICS, **fields})
+
+
+NO_STATISTICS = {"num_cached_tokens": 0, "num_preemptions": 0, "logprobs": None}
 WRONG = {
     "id": (None, 5, b"a", "", "\ud800", "x" * 257, ("a",), Raising(ValueError)),
     "prompt": (
@@ -116,6 +125,13 @@ WRONG = {
         np.zeros((3, 1, 1), np.uint8),
     ),
     "output_token_ids": (None, 5, "12", [1.5], [True], [[1]], [-1], [HUGE], {1: 1}, [1] * 5),
+    "continues": (
+        *(5, "ab", [1, 2], {"token_ids": [1]}, output(token_ids=(1, 2)), output(token_ids=[])),
+        *(output(token_ids=None), output(token_ids=[1.0]), output(token_ids=[-1])),
+        *(output(token_ids=[50]), output(token_ids=[1] * 4), output(finish_reason="stop")),
+        *(output(logprobs=[]), output(prompt_logprobs=[None]), output(full_logprobs=[])),
+        output(token_id_logprobs=[np.zeros(1, np.float32)]),
+    ),
     "priority": (*INTEGERS, -(2**31) - 1, 2**31, HUGE, Raising(TypeError)),
     "deadline": ("1", True, NAN, INF, -1, HUGE, np.array([1.0]), np.datetime64("2026-01-01")),
 }
@@ -135,6 +151,7 @@ NEAR = {
     "logit_bias": ({1: 2}, {np.int64(1): np.float32(2)}),
     "features": ((LoraRequest(name="a", lora_id=1, version=1),),),
     "output_token_ids": ([1, 2], np.array([1, 2]), (np.int64(1),)),
+    "continues": (None, output()),
     "priority": (-3, np.int64(3)),
     "deadline": (None, 7, np.float32(0.5)),
 }
@@ -179,6 +196,25 @@ def test_a_wrong_value_is_refused_by_its_field_and_leaves_nothing(field):
     with pytest.raises(RequestError, match="in use"):
         driver.add_request(request(max_tokens=5))
     assert list(driver.scheduler._queues.unfinished) == ["r"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 2},
+        {"logprobs": 1},
+        {"prompt_logprobs": 1},
+        {"stop_token_ids": (2,)},
+        {"max_tokens": 2},
+    ],
+)
+def test_an_output_that_is_not_the_request_s_is_refused(fields):
+    driver = Driver(Ranks(), Scheduler(LIMITS))
+    before = state(driver)
+    with pytest.raises(RequestError) as refused:
+        driver.add_request(request(continues=output(), **fields))
+    assert refused.value.field == "continues"
+    assert state(driver) == before
 
 
 @pytest.mark.parametrize("field", NEAR)

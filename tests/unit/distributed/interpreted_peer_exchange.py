@@ -1,18 +1,15 @@
-"""One rank of a group whose windows lie in a shared file, exchanging rows under Triton's
-interpreter; run by test_peer_exchange. argv: rank, ranks, file, seed, and how many of the exchanges
-this rank makes.
+"""The ranks of a group whose windows lie in a shared file, exchanging rows under Triton's
+interpreter; run by test_peer_exchange. argv: see interpreted_peer_reduce.run_ranks.
 
 Checks every result against torch, with bits where they are only moved.
 """
 
 import random
-import sys
 import threading
 import time
-from pathlib import Path
 
 import torch
-from interpreted_peer_reduce import BOUNDS, CPU, STOP_AFTER_S, Window
+from interpreted_peer_reduce import BOUNDS, CPU, STOP_AFTER_S, Window, run_ranks
 
 from worker_daemon.contracts.experts import RoutedTokens
 from worker_daemon.kernels.peer_exchange import PeerExchange
@@ -82,5 +79,4 @@ def main(rank, size, path, seed, exchanges):
 
 
 if __name__ == "__main__":
-    rank, size, path, seed, exchanges = sys.argv[1:]
-    main(int(rank), int(size), Path(path), seed, int(exchanges))
+    run_ranks(main)

@@ -1,15 +1,17 @@
-"""One rank of a group whose windows lie in a shared file, reducing under Triton's interpreter; run
-by test_peer_reduce. argv: rank, ranks, file, seed, and how many of the calls this rank makes.
+"""The ranks of a group whose windows lie in a shared file, reducing under Triton's interpreter; run
+by test_peer_reduce. argv: see run_ranks.
 
 Checks every result against torch in fp64 and prints a digest of all of its bits.
 """
 
 import hashlib
 import mmap
+import os
 import random
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +103,27 @@ def main(rank, size, path, seed, calls):
     print(digest.hexdigest())
 
 
+def run_ranks(main):
+    """Run main(rank, size, path, seed, calls) as each rank, in a fork of this process each: the
+    imports take most of the time. argv: ranks, how many of them there are in fact, file, seed,
+    calls."""
+    size, present, path, seed, calls = sys.argv[1:]
+    children = []
+    for rank in range(int(present)):
+        children.append(os.fork())
+        if not children[-1]:
+            has_failed = 1
+            try:
+                main(rank, int(size), Path(path), seed, int(calls))
+                has_failed = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(has_failed)
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children))
+
+
 if __name__ == "__main__":
-    rank, size, path, seed, calls = sys.argv[1:]
-    main(int(rank), int(size), Path(path), seed, int(calls))
+    run_ranks(main)

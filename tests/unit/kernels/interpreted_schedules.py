@@ -17,6 +17,7 @@ from tests.support.fp8_caches import check_paged, fp8_decode, in_fp8, random_sca
 from tests.support.rotated_decodes import check_fused, make_decode
 from tests.unit.kernels.interpreted_attention import attend, build, check
 from worker_daemon.kernels.decode_schedule import Cutting, schedule_decodes
+from worker_daemon.kernels.query_blocks import BlockDivision, divide_queries
 from worker_daemon.kernels.tiles import DeviceLimits, Tile
 
 TILE = Tile(16, 32, 4, 3)
@@ -48,7 +49,8 @@ def items_of(lengths: list[tuple[int, int]], cutting: Cutting) -> tuple[list[Ite
     rows = schedule.entries.tolist()
     assert len(rows) == schedule.num_items + 1
     items = list[Item]()
-    for place, (token, next_token, row, keys, piece, pieces, partial, idle, *done) in enumerate(
+    starting = {place: row[8] for place, row in enumerate(rows) if row[8] >= 0}
+    for place, (token, next_token, row, keys, piece, pieces, partial, idle, _, *done) in enumerate(
         rows
     ):
         assert done == [0] * cutting.num_kv_heads
@@ -62,6 +64,8 @@ def items_of(lengths: list[tuple[int, int]], cutting: Cutting) -> tuple[list[Ite
             assert (token, next_token, keys, pieces) == (starts[-1], starts[-1], 0, 1)
             assert idle == place - len(items)
     assert len(items) <= schedule.num_items
+    cut = {i.first_partial: n for n, i in enumerate(items) if i.piece == 0 and i.pieces > 1}
+    assert starting == cut
     return items, batch
 
 
@@ -145,19 +149,65 @@ def test_decodes_beside_prompts(window: int | None) -> None:
         check(batch, window, has_sinks=True, min_piece=32, limits=FEW_SMS)
 
 
+CUT_BLOCKS = {"min_piece": 32, "min_block_piece": 32, "limits": FEW_SMS, "is_cut": True}
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_short_chunks_of_long_contexts(window: int | None, dtype: torch.dtype) -> None:
+    """The keys of their blocks are cut, beside whole prompts and decodes."""
+    print(f"seed {SEED}")
+    rng = random.Random(SEED)
+    for shape in (Shape(8, 2, 64), Shape(3, 3, 24, 8)):
+        for num_others in (0, 4):
+            lengths = [(count, count + rng.randint(200, 500)) for count in (5, rng.randint(6, 50))]
+            lengths += [(1, length) for length in skewed_lengths(rng, num_others or 1)]
+            lengths += [(rng.randint(20, 40), 40), (0, 8), (0, 200)][: 2 * num_others]
+            rng.shuffle(lengths)
+            batch = build(shape, lengths, rng.randrange(1000), dtype, num_padding=num_others)
+            check(batch, window, logit_softcap=4.0, has_sinks=num_others > 0, **CUT_BLOCKS)
+            check(batch, window, tile=Tile(32, 32, 4, 3), **CUT_BLOCKS)
+
+
+def test_blocks_have_the_queries_of_each_prompt_and_the_keys_that_they_see() -> None:
+    rng = random.Random(SEED)
+    print(f"seed {SEED}")
+    for count, queries in ((1, 4), (6, 1), (40, 16)):
+        lengths = [(rng.choice([0, 1, 3, rng.randint(4, 90)]), 100) for _ in range(count)]
+        batch = build(Shape(2, 1, 8), lengths, seed=count, num_padding=5)
+        division = BlockDivision(queries, fewest_queries=3)
+        blocks = divide_queries(batch.metadata, batch.q.shape[0], division)
+        starts, rows = blocks.query_start_loc.tolist(), batch.seq_rows.tolist()
+        assert starts[-1] == batch.num_real_tokens
+        own = {row: [] for row in rows}
+        for block, row in enumerate(blocks.seq_rows.tolist()):
+            keys = int(blocks.seq_lens[block])
+            if starts[block] < starts[block + 1] and keys >= 0:
+                own[row].append((range(starts[block], starts[block + 1]), keys))
+        for seq, (query_len, seq_len) in enumerate(lengths):
+            first, taken = int(batch.query_start_loc[seq]), own[rows[seq]]
+            assert all(len(tokens) <= queries for tokens, _ in taken)
+            tokens = [token for block, _ in taken for token in block]
+            assert tokens == ([*range(first, first + query_len)] if query_len >= 3 else [])
+            for block, keys in taken:
+                assert keys == seq_len - query_len + block[-1] + 1 - first
+        assert sorted(blocks.seq_order.tolist()) == list(range(blocks.num_seqs))
+
+
 def test_log_sum_exps_of_what_was_cut() -> None:
     """Also of queries without a key, and of padding."""
     batch = build(Shape(4, 2, 32), [(1, 300), (1, 20), (30, 30)], SEED % 1000, num_padding=2)
     sinks = random_sinks(4, torch.float32)
     out, expected = attend(batch, None, sinks=sinks, min_piece=2**20), []
-    for options in ({"min_piece": 2**20}, {"min_piece": 32, "limits": FEW_SMS}):
+    for options in ({"min_piece": 2**20}, {"min_piece": 32, "limits": FEW_SMS}, CUT_BLOCKS):
         lse = torch.full((batch.q.shape[0], 4), float("nan"))
         cut = attend(batch, None, sinks=sinks, lse=lse, **options)
         assert relative_error(cut, dense_attention(batch, None, sinks=sinks)) < 1e-6
         expected.append(lse)
     assert relative_error(cut, out) < 1e-6
-    assert torch.equal(expected[1][32:], torch.full((2, 4), float("-inf")))
-    torch.testing.assert_close(*expected, rtol=1e-6, atol=1e-6)
+    for lse in expected[1:]:
+        assert torch.equal(lse[32:], torch.full((2, 4), float("-inf")))
+        torch.testing.assert_close(lse, expected[0], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("window", "num_padding"), [(None, 4), (50, 0)])
@@ -177,10 +227,11 @@ def test_caches_in_fp8(window: int | None) -> None:
     rng, shape, seed = random.Random(SEED), Shape(4, 2, 64), SEED % 1000
     lengths = skewed_lengths(rng, 4)
     scales = random_scales(2, "cpu", seed)
-    for others in ([], [(40, 70)]):
+    for others in ([], [(40, 270)]):
         decodes = [(1, length) for length in lengths]
         batch = in_fp8(build(shape, decodes + others, seed, torch.float16, num_padding=2), scales)
         check_paged(batch, scales, window, min_piece=32, limits=FEW_SMS)
+        check_paged(batch, scales, window, **CUT_BLOCKS)
     wide = make_decode(shape, lengths, dtype=torch.float16, device="cpu", seed=seed, num_padding=1)
     fp8_decode(wide, seed).check(window, min_piece=32, limits=FEW_SMS)
 
@@ -189,10 +240,10 @@ def test_the_schedule_is_made_once_for_layers_with_the_same_cutting() -> None:
     batch = build(Shape(4, 2, 32), [(1, 300), (1, 20)], seed=1)
     for window in (None, 40, None, 40):
         attend(batch, window, **CUT)
-    assert len(batch.metadata.schedules) == 2
+    assert len(batch.metadata.divisions) == 2
     other = replace(batch)
     attend(other, None, **CUT)
-    assert len(other.metadata.schedules) == 1
+    assert len(other.metadata.divisions) == 1
 
 
 @pytest.mark.parametrize("shape", [Shape(4, 2, 64), Shape(6, 1, 72, 8)])
@@ -202,7 +253,7 @@ def test_the_last_program_to_end_merges_whatever_the_order(
     """Layers that share a schedule find its counters as it left them."""
     print(f"seed {SEED}")
     rng = random.Random(SEED)
-    lengths = [(1, length) for length in skewed_lengths(rng, 6)] + [(3, 400), (0, 9)]
+    lengths = [(1, length) for length in [*skewed_lengths(rng, 6), 400]] + [(0, 9)]
     rng.shuffle(lengths)
     batch = build(shape, lengths, rng.randrange(1000), num_padding=2)
     place_program = InterpreterBuilder.set_grid_idx
@@ -217,5 +268,5 @@ def test_the_last_program_to_end_merges_whatever_the_order(
     monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", place_in_order)
     for _ in range(3):
         check(batch, None, has_sinks=True, **CUT)
-    (entries,) = batch.metadata.schedules.values()
+    (entries,) = batch.metadata.divisions.values()
     assert not entries[:, -shape.num_kv_heads :].any()

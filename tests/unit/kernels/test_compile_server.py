@@ -18,6 +18,8 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from benchmarks.paged_reference import Shape, make_batch
+from tests.support.fp8_caches import in_fp8, random_scales
 from tests.support.waiting import PATIENCE_S, wait_until
 from worker_daemon import kernel_compiler
 from worker_daemon.kernel_compiler import CompileRequest, KernelCompiler, hash_sources
@@ -25,7 +27,9 @@ from worker_daemon.kernels import compile_ahead, step_buffers
 from worker_daemon.kernels.argmax import greedy_tokens
 from worker_daemon.kernels.compile_ahead import Launched, compiling_ahead
 from worker_daemon.kernels.compile_server import TargetDriver, num_processes
+from worker_daemon.kernels.paged_attention import paged_attention
 from worker_daemon.kernels.penalties import count_tokens
+from worker_daemon.kernels.tiles import DeviceLimits
 from worker_daemon.server.assembly import running_compiler
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -124,6 +128,34 @@ def test_kernels_that_are_requested_are_those_that_launches_need(
     monkeypatch.setattr(Launched, "__getitem__", compile_only)
     launch_some()
     assert cached_kernels() == made
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [(1, 5000), *[(1, 100)] * 99],
+        [(1, 5000), (1, 100), (40, 6000)],
+        [(3, 900), (4, 2000)],
+        [(600, 700)],
+    ],
+    ids=["decodes", "beside a chunk", "drafts", "prompt"],
+)
+@pytest.mark.parametrize("has_fp8_cache", [False, True])
+def test_attention_that_the_interpreter_runs_compiles_for_hopper(
+    compiler: KernelCompiler, lengths: list[tuple[int, int]], has_fp8_cache: bool
+) -> None:
+    """The compiler is stricter about types than the interpreter, which the other tests use."""
+    batch = make_batch(Shape(8, 2, 64), lengths, dtype=torch.bfloat16, device="cpu", seed=1)
+    if has_fp8_cache:
+        batch = in_fp8(batch, random_scales(2, "cpu", 1))
+    scales = random_scales(2, "cpu", 1) if has_fp8_cache else None
+    with compiling_ahead(compiler) as compiled:
+        paged_attention(
+            batch.q, batch.kv_cache, batch.metadata, scale=0.1, window=None, kv_scales=scales,
+            limits=DeviceLimits(132, 232_448), pdl=True,
+        )  # fmt: skip
+    assert not compiled.has_failed
 
 
 def test_what_cannot_be_compiled_is_logged_and_the_rest_compiled(

@@ -189,6 +189,11 @@ def test_a_whole_prompt_is_padded_only_where_little_is_missing() -> None:
     assert computed(1023, 1023) == computed(1023, 3000) == "paged"
 
 
+def test_short_chunks_of_long_contexts_are_long() -> None:
+    assert computed(256, 16384) == "gathered"
+    assert computed(255, 16384) == computed(256, 16383) == "paged"
+
+
 def test_a_window_of_a_whole_sequence_is_none() -> None:
     assert computed(1024, 1024, window=1024) == "1024"
     assert computed(1024, 1024, window=1023) == "gathered"

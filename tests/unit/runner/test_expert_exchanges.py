@@ -4,6 +4,7 @@ random mixes of steps, idle replicas, deferred sampling, refused steps and failu
 from dataclasses import replace
 from functools import partial
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -237,8 +238,8 @@ def test_kernels_are_compiled_without_peers(made):
     assert (result.shape, rows, made) == (x.shape, [21], [])
 
 
-def counts_frame(counts):
-    return np.array(counts, "<i4").tobytes()
+def with_counts(message, counts):
+    return msgspec.structs.replace(message, replica_counts=np.array(counts, "<i4").tobytes())
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3])
@@ -263,7 +264,7 @@ def test_all_replicas_make_the_same_exchanges_whatever_becomes_of_a_step(made, n
             seq += 1
             drawn = [replica.draw(seq) for replica in replicas]
             counts = [own for _, _, own in drawn]
-            requests = [(message, [*frames, counts_frame(counts)]) for message, frames, _ in drawn]
+            requests = [(with_counts(message, counts), [*frames]) for message, frames, _ in drawn]
             failing, fate = int(rng.integers(num_replicas)), ""
             if rng.random() < 0.1:
                 fate = str(rng.choice(FATES))
@@ -295,9 +296,9 @@ def test_all_replicas_make_the_same_exchanges_whatever_becomes_of_a_step(made, n
                 continue
             del unsampled[step_seq]
             seq += 1
-            empty = counts_frame([(0, 0)] * num_replicas)
             idle = encode(seq, Plan(), NaiveRows(LIMITS))[0]
-            later = [(idle, [empty]) for _ in replicas]
+            idle = with_counts(idle, [(0, 0)] * num_replicas)
+            later = [(idle, []) for _ in replicas]
             later[sampling] = SampleTokens(epoch=1, link=1, seq=seq, step_seq=step_seq), []
             assert step_all(replicas, made, later) == ([], [None] * num_replicas)
             num_sampled += 1

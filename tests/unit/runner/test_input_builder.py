@@ -342,6 +342,30 @@ def test_large_steps_are_padded_unless_their_context_is_long():
             assert plan.max_seq_len >= longest
 
 
+def test_long_chunks_after_long_contexts_are_not_padded():
+    """They are not alone in their steps, which others pad if they have as many tokens."""
+    limits = StepLimits(20, 8192, 20_000, 10, 4, 2000)
+    ladder = StepLadder([], list, mixed_plans(20, 8192, 20_000))
+    empty = request_state(limits).dummy_step(1)
+
+    def size(*rows):
+        counts, ends = np.array(rows, np.int32).T
+        step = empty._replace(
+            slots=np.arange(len(rows)),
+            num_tokens=counts,
+            starts=ends - counts,
+            ends=ends,
+            total_num_tokens=int(counts.sum()),
+            longest=int(ends.max()),
+            new_requests=("one",),
+        )
+        return ladder.fit(step).shape.num_tokens
+
+    assert size((1, 50), (256, 16384)) == size((256, 19_000), (1, 50)) == 257
+    assert size((255, 16384), (2, 50)) == size((256, 16383), (1, 50)) == 320
+    assert size((256, 256), (1, 19_000)) == 320
+
+
 def test_seeds_keep_all_their_bits():
     limits = StepLimits(8, 16, 8, 10, 4, 20)
     state, rows = request_state(limits), NaiveRows(limits)

@@ -45,7 +45,7 @@ def step_of(seq, num_tokens, **fields):
     )
 
 
-def admission(seq):
+def admission(seq, counts):
     request = NewRequestData(
         slot=0, req_id="a", num_tokens=3, num_prompt_tokens=3, num_computed_tokens=0
     )
@@ -56,54 +56,72 @@ def admission(seq):
         new_block_slots=np.array([0], "<u2").tobytes(),
         new_block_ids=np.array([1], "<i4").tobytes(),
         scheduled_new_reqs=(request,),
+        replica_counts=counts,
     )
 
 
 def test_each_step_carries_the_counts_of_all_replicas():
     state = state_of()
-    assert not state.apply(step_of(1, 0), [counts_of((2, 9), (0, 0), (1, 1))]).slots.size
-    admitted = state.apply(admission(2), [TOKENS, counts_of((0, 0), (1, 3), (4, 4))])
+    idle = step_of(1, 0, replica_counts=counts_of((2, 9), (0, 0), (1, 1)))
+    assert not state.apply(idle, []).slots.size
+    assert state.tokens_of_replicas == ((9, 0, 1), False)
+    admitted = state.apply(admission(2, counts_of((0, 0), (1, 3), (4, 4))), [TOKENS])
     assert admitted.total_num_tokens == 3
-    steps = [
-        state.apply(step_of(seq, 1), [counts_of((seq, seq), (1, 1), (0, 0))]) for seq in range(3, 7)
-    ]
+    steps = []
+    for seq, others in enumerate((2, 2, 2, 5), 3):
+        counts = counts_of((others, others), (1, 1), (0, 0))
+        steps.append(state.apply(step_of(seq, 1, replica_counts=counts), []))
+        assert state.tokens_of_replicas == ((others, 1, 0), True)
     assert [step.starts.tolist() for step in steps] == [[3], [4], [5], [6]]
     assert steps[-1].steady is steps[-2].steady is not None
 
 
 @pytest.mark.parametrize(
-    ("arrays", "problem"),
+    ("counts", "arrays", "problem"),
     [
-        ([], "no frame"),
-        ([counts_of((0, 0), (0, 0))], "16 bytes"),
-        ([counts_of((0, 0), (0, 0), (0, 0), (0, 0))], "32 bytes"),
-        ([counts_of((0, 0), (1, 1), (0, 0))], r"\[1, 1\]"),
-        ([counts_of((0, 0), (0, 1), (0, 0))], r"\[0, 1\]"),
-        ([counts_of((0, -1), (0, 0), (0, 0))], "-1"),
-        ([TOKENS, counts_of((0, 0), (0, 0), (0, 0))], "arrays"),
+        (b"", [], "replica_counts"),
+        (counts_of((0, 0), (0, 0)), [], "16 bytes"),
+        (counts_of((0, 0), (0, 0), (0, 0), (0, 0)), [], "32 bytes"),
+        (counts_of((0, 0), (1, 1), (0, 0)), [], r"\[1, 1\]"),
+        (counts_of((0, 0), (0, 1), (0, 0)), [], r"\[0, 1\]"),
+        (counts_of((0, -1), (0, 0), (0, 0)), [], "-1"),
+        (counts_of((0, 0), (0, 0), (0, 0)), [TOKENS], "arrays"),
     ],
 )
-def test_wrong_counts_refuse_the_step(arrays, problem):
-    state = state_of()
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_wrong_counts_refuse_the_step(counts, arrays, problem, comes_first):
+    """Also after a step whose counts were right."""
+    state, right = state_of(), counts_of((0, 0), (0, 0), (0, 0))
+    if not comes_first:
+        state.apply(step_of(1, 0, replica_counts=right), [])
     with pytest.raises(InvalidStepError, match=problem):
-        state.apply(step_of(1, 0), arrays)
-    right = [counts_of((0, 0), (0, 0), (0, 0))]
-    state.apply(step_of(2, 0), right)
-    with pytest.raises(PrecededByError, match="step 1 failed"):
+        state.apply(step_of(2, 0, replica_counts=counts), arrays)
+    state.apply(step_of(3, 0, replica_counts=right), [])
+    with pytest.raises(PrecededByError, match="step 2 failed"):
         state.raise_if_failed()
-    state.apply(step_of(3, 0, resync=b""), right)
+    state.apply(step_of(4, 0, resync=b"", replica_counts=right), [])
     state.raise_if_failed()
+
+
+def test_counts_that_stay_the_same_are_checked_against_each_step():
+    state = state_of(0, 2)
+    state.apply(admission(1, counts_of((1, 3), (0, 0))), [TOKENS])
+    same = counts_of((1, 1), (1, 1))
+    state.apply(step_of(2, 1, replica_counts=same), [])
+    with pytest.raises(InvalidStepError, match="replica_counts"):
+        state.apply(step_of(3, 0, replica_counts=same), [])
+    assert state.tokens_of_replicas == ((1, 1), True)
 
 
 def test_counts_where_there_is_one_sequence_a_replica_are_refused():
     state = RequestState(LIMITS, make_parts(LIMITS, torch.device("cpu"), TorchSampling()))
-    with pytest.raises(InvalidStepError, match="arrays"):
-        state.apply(step_of(1, 0), [counts_of((0, 0), (0, 0))])
+    with pytest.raises(InvalidStepError, match="there is one replica"):
+        state.apply(step_of(1, 0, replica_counts=counts_of((0, 0), (0, 0))), [])
 
 
 def test_warm_up_says_nothing_of_other_replicas():
     state = state_of()
     with state.computing_nothing():
         state.apply(step_of(1, 0), [])
-    with pytest.raises(InvalidStepError, match="no frame"):
+    with pytest.raises(InvalidStepError, match="replica_counts"):
         state.apply(step_of(2, 0), [])

@@ -125,7 +125,7 @@ def test_replicas_that_replay_sample_the_tokens_of_replicas_by_themselves(
     tmp_path, graphs, monkeypatch, size
 ):
     monkeypatch.setattr(ep, "_exchanges", lambda exchange, window: True)
-    monkeypatch.setattr(ep, "_agree", lambda succeeds, device, group: succeeds)
+    monkeypatch.setattr(ep, "smallest", lambda value, device, group, choice: value)
     (tmp_path / "config.json").write_text(json.dumps(FIELDS))
     config = read_model_config(tmp_path)
     meeting, replicas = Meeting(size), []

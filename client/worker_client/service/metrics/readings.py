@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple, get_args
 
 from rpc_schema.version import SOFTWARE_VERSION
-from worker_client.driver import Driver
 from worker_client.driver_parts.remote_prefill import PrefillCounts
 from worker_client.scheduler import Scheduler
 from worker_client.service.admission import Admission
@@ -17,7 +16,7 @@ from worker_host.draft_counts import DraftCounts
 from worker_host.metrics import ExportedMetric, HistogramCounts, MetricReadings, Reading
 
 ENGINE: Final = "0"
-"""The label of vLLM's metrics that numbers data-parallel engines: there is one."""
+"""The label of vLLM's metrics that numbers data-parallel engines: replicas are one here."""
 FINISHED: Final = ("stop", "length", "abort", "error")
 """Outcomes that vLLM has too."""
 
@@ -55,14 +54,16 @@ class ServiceReadings:
         return ((metric, found[metric]) for metric in names)
 
     def _load(self) -> _Load:
-        """Return the scheduler's load. Samples on their way to it count as waiting."""
-        scheduler = None if self._engine.inner is None else self._engine.inner.scheduler
-        if not isinstance(scheduler, Scheduler):
+        """Return the schedulers' load. Samples on their way to one count as waiting."""
+        found = [driver.scheduler for driver in self._engine.inner]
+        schedulers = [each for each in found if isinstance(each, Scheduler)]
+        if not schedulers:
             return _Load(0, self._engine.counts.num_unfinished, 0.0)
-        num_running = scheduler.num_running
-        num_blocks = self._engine.loaded.num_blocks - 1
+        num_running = sum(each.num_running for each in schedulers)
+        num_blocks = sum(each.num_blocks for each in schedulers)
+        num_free = sum(each.num_free_blocks for each in schedulers)
         num_waiting = max(0, self._engine.counts.num_unfinished - num_running)
-        return _Load(num_running, num_waiting, 1 - scheduler.num_free_blocks / num_blocks)
+        return _Load(num_running, num_waiting, 1 - num_free / num_blocks)
 
     def _server(self, load: _Load) -> dict[ExportedMetric, list[Reading]]:
         engine, admission, counts = self._engine, self._admission, self._engine.counts
@@ -97,20 +98,22 @@ class ServiceReadings:
         }
 
     def _driver(self) -> dict[ExportedMetric, list[Reading]]:
-        driver, ranks = self._engine.inner, list[Reading]()
-        for rank, present in enumerate(_liveness(driver)):
+        drivers, ranks = self._engine.inner, list[Reading]()
+        liveness = [each for driver in drivers for each in driver.group.watch.liveness]
+        for rank, present in enumerate(liveness):
             for state in get_args(Liveness):
                 ranks.append(((str(rank), state), float(state == present)))
         return {
-            table.IN_FLIGHT: _one(0 if driver is None else driver.num_in_flight),
-            table.FAILED_STEPS: _one(0 if driver is None else driver.num_failures),
+            table.IN_FLIGHT: _one(sum(driver.num_in_flight for driver in drivers)),
+            table.FAILED_STEPS: _one(sum(driver.num_failures for driver in drivers)),
             table.RECOVERIES: _one(self._engine.counts.num_recoveries),
             table.RANK_STATE: ranks,
         }
 
     def _drafts(self) -> dict[ExportedMetric, list[Reading]]:
-        driver, changes = self._engine.inner, self._engine.counts.drafting_changes
-        drafts = DraftCounts() if driver is None else driver.drafts
+        drafts, changes = DraftCounts(), self._engine.counts.drafting_changes
+        for driver in self._engine.inner:
+            drafts.include(driver.drafts)
         by_place = [(str(place), n) for place, n in enumerate(drafts.accepted_by_place)]
         return {
             table.DRAFTED_ROWS: _one(drafts.num_verified),
@@ -203,7 +206,3 @@ def _prefill(counts: PrefillCounts | None) -> dict[ExportedMetric, list[Reading]
 
 def _one(value: float | HistogramCounts) -> list[Reading]:
     return [((), value)]
-
-
-def _liveness(driver: Driver | None) -> list[Liveness]:
-    return [] if driver is None else driver.group.watch.liveness
