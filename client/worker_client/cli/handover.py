@@ -33,6 +33,11 @@ class Handover:
         self._losses: dict[str, tuple[int, int]] = {}
         """Number of times in a row that each request was given up without a new token, and of the
         tokens that it had."""
+        self._suspects: list[InputRequest] = []
+        """Requests that wait for their trial."""
+        self.on_trial: str | None = None
+        """The request that may be what kills the daemons, until it has a token (MAX_LOSSES). A
+        driver's thread reads it at each step."""
         self._is_over = False
 
     def share_out(
@@ -78,6 +83,12 @@ class Handover:
         """Note that a request has ended."""
         with self._changed:
             self._placement.remove(req_id)
+            self._end_trial(req_id)
+
+    def pass_trial(self, req_id: str) -> None:
+        """Note that the request on trial has a new token."""
+        with self._changed:
+            self._end_trial(req_id)
 
     def lose(
         self, place: int, given_up: Iterable[InputRequest], not_begun: Iterable[InputRequest]
@@ -91,7 +102,14 @@ class Handover:
             self._waiting += [*self._given[place], *not_begun]
             self._given[place] = []
             for entry in given_up:
-                (refused if self._may_kill(entry) else self._waiting).append(entry)
+                count = self._count_loss(entry)
+                if count == MAX_LOSSES:
+                    refused.append(entry)
+                else:
+                    is_suspect = count == MAX_LOSSES - 1
+                    (self._suspects if is_suspect else self._waiting).append(entry)
+                self._end_trial(entry.id)
+            self._begin_trial()
             self._share_waiting()
             self._end_if_all_rest()
         return refused
@@ -108,6 +126,18 @@ class Handover:
             self._ended.add(place)
             return len(self._ended) < self._num_replicas
 
+    def _end_trial(self, req_id: str) -> None:
+        if self.on_trial == req_id:
+            self.on_trial = None
+            self._begin_trial()
+            self._share_waiting()
+
+    def _begin_trial(self) -> None:
+        if self.on_trial is None and self._suspects:
+            entry = self._suspects.pop(0)
+            self.on_trial = entry.id
+            self._waiting.append(entry)
+
     def _share_waiting(self) -> None:
         whole = [place for place in range(self._num_replicas) if place not in self._lost]
         if not whole:
@@ -122,16 +152,17 @@ class Handover:
         self._changed.notify_all()
 
     def _end_if_all_rest(self) -> None:
-        is_given = self._waiting or any(self._given)
+        is_given = self._suspects or self._waiting or any(self._given)
         if not is_given and len(self._resting | self._lost) == self._num_replicas:
             self._is_over = True
             self._changed.notify_all()
 
-    def _may_kill(self, entry: InputRequest) -> bool:
+    def _count_loss(self, entry: InputRequest) -> int:
+        """Return how many times in a row a request was lost without a new token."""
         request = entry.request
         former = None if request is None else request.continues
         num_tokens = 0 if former is None else len(former.token_ids)
         count, before = self._losses.get(entry.id, (0, 0))
         count = count + 1 if num_tokens == before else 1
         self._losses[entry.id] = count, num_tokens
-        return count == MAX_LOSSES
+        return count

@@ -203,6 +203,9 @@ class ServingReplica:
     def _on_result(self, result: StepResult) -> None:
         if self._run.is_measured:
             self._run.tokens.note(result)
+        suspect = self._run.handover.on_trial
+        if suspect is not None and suspect in result.req_ids:
+            self._run.handover.pass_trial(suspect)
         _end_if(self._is_stopped)
 
     def _add(self, entries: Sequence[InputRequest]) -> None:

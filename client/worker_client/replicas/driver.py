@@ -39,7 +39,8 @@ T = TypeVar("T")
 
 MAX_LOSSES: Final = 3
 """Losses in a row, without a new token between them, after which a request fails: it may be what
-kills the daemons."""
+kills the daemons. Before the last of them it is on trial: no other request is meanwhile, so that
+those which were lost beside it get their next token."""
 
 
 class DataParallelDriver:
@@ -58,6 +59,9 @@ class DataParallelDriver:
             for place, open_driver in enumerate(open_drivers)
         )
         """In the order of the replicas."""
+        self._trial = asyncio.Lock()
+        """Held by the request that is on trial."""
+        self._lost: set[int] = set()
         self._change = asyncio.Event()
         """Set once a replica was lost, has come back, or has ended."""
         self._placement = ReplicaPlacement(len(self.drivers))
@@ -125,19 +129,24 @@ class DataParallelDriver:
         request = replace(await prepared(request), id=request.id)  # one seed for all replicas
         left: Mapping[str, RequestOutput | None] | None = None
         while True:
-            chosen = self._placement.place(name, request, await self._whole_replicas())
-            try:
-                async with aclosing(self.drivers[chosen].generate(request, left)) as progress:
-                    async for each in progress:
-                        num_losses = 0 if each.token_ids else num_losses
-                        yield each
-                return
-            except RequestGivenUp as given_up:
-                left, num_losses = given_up.left, num_losses + 1
-                if num_losses == MAX_LOSSES:
-                    raise given_up.reason from None
-            finally:
-                self._placement.remove(name)
+            async with AsyncExitStack() as trial:
+                if num_losses == MAX_LOSSES - 1:
+                    await trial.enter_async_context(self._trial)
+                chosen = self._placement.place(name, request, await self._whole_replicas())
+                try:
+                    async with aclosing(self.drivers[chosen].generate(request, left)) as progress:
+                        async for each in progress:
+                            if each.token_ids:
+                                num_losses = 0
+                                await trial.aclose()
+                            yield each
+                    return
+                except RequestGivenUp as given_up:
+                    left, num_losses = given_up.left, num_losses + 1
+                    if num_losses == MAX_LOSSES:
+                        raise given_up.reason from None
+                finally:
+                    self._placement.remove(name)
 
     async def _whole_replicas(self) -> list[int]:
         """Return the replicas that serve; wait while there is none. Raises the error of one if none
@@ -159,8 +168,9 @@ class DataParallelDriver:
         prefixes."""
         loss = self.drivers[place].loss
         if loss is None:
-            _LOG.info("replica %d serves", place)
-        else:
+            self._lost.discard(place)
+        elif place not in self._lost:
             _LOG.warning("replica %d is lost; its requests go on in others: %s", place, loss)
+            self._lost.add(place)
             self._placement.forget_prefixes(place)
         self._change.set()
