@@ -3,6 +3,7 @@ forks of itself, which has imported torch and what daemons and clients import: 4
 It imports only: it has one thread, computes nothing, and opens none of the project's sockets.
 forked_processes.py starts it."""
 
+import atexit
 import ctypes
 import fcntl
 import gc
@@ -13,6 +14,7 @@ import runpy
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -119,7 +121,8 @@ def _take_descriptors(received: Sequence[int], numbers: Sequence[int]) -> None:
 
 
 def _become(command: Command) -> None:
-    """Run it as this interpreter would have from the start; raises SystemExit as it does."""
+    """Run it as this interpreter would have from the start, and end without freeing every object:
+    each would be copied from the server's memory first, in a quarter of a CPU second."""
     if command.new_session:
         os.setsid()
     os.chdir(command.directory)
@@ -134,7 +137,22 @@ def _become(command: Command) -> None:
     _show(sys.orig_argv, command.environment)
     if not hasattr(sys.modules.get(command.module), "__path__"):
         sys.modules.pop(command.module, None)  # preloaded, of which runpy warns
-    runpy.run_module(command.module, run_name="__main__", alter_sys=True)
+    code: object = None
+    try:
+        runpy.run_module(command.module, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        code = ended.code
+    if code is not None and not isinstance(code, int):
+        sys.exit(code)  # a message
+    threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does at its end
+    atexit._run_exitfuncs()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+    except OSError:
+        sys.exit(code)  # says so, and has a code of its own
+    os._exit((code or 0) & 0xFF)
 
 
 def _show(words: Iterable[str], environment: dict[str, str]) -> None:

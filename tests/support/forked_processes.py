@@ -1,5 +1,5 @@
 """Starts commands as forks of one process that has imported torch (fork_server.py), for tests that
-do not check how a process starts: a daemon then costs 0.5 CPU seconds instead of 3. It runs its own
+do not check how a process starts: a daemon then costs 0.2 CPU seconds instead of 3. It runs its own
 command line, with its own environment, descriptors and directory, which /proc shows as well, and is
 our child. Its modules are imported by then, but it has no thread, no process group and no socket.
 

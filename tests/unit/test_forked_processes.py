@@ -83,6 +83,30 @@ def test_a_fork_differs_from_an_executed_process_only_in_what_it_has_imported(
     assert forked["files"] == [0, 1, 2, forked["started_with"]]
 
 
+ENDING = """
+import atexit, sys, threading, time
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (time.sleep(0.3), print("thread"))).start()
+print("main")
+CODE
+"""
+
+
+@pytest.mark.parametrize("last", ["", "sys.exit()", "sys.exit(5)", "sys.exit('a word')", "1 / 0"])
+def test_a_fork_ends_as_an_executed_process(program: Path, last: str) -> None:
+    """What it says, after its threads and its exit handlers, and its code."""
+    (program / "ending.py").write_text(ENDING.replace("CODE", last))
+    outcomes = []
+    for start in (ForkedPopen, subprocess.Popen):
+        words = [sys.executable, "-m", "ending"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with start(words, cwd=program, text=True, **pipes) as process:
+            out, errors = process.communicate(timeout=PATIENCE_S)
+        outcomes.append((out, errors.splitlines()[-1:], process.returncode))
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][0].split("\n")[:3] == ["main", "thread", "at exit"]
+
+
 def test_a_command_does_not_wait_for_the_server(program: Path) -> None:
     end_fork_server()
     assert not show(ForkedPopen, program)["torch"]
