@@ -349,7 +349,7 @@ def decisive_prompts(
     prefix: Sequence[int] = (),
 ) -> list[np.ndarray]:
     """Return random token ids after `prefix`, one array for each total length, such that
-    greedy(prompt, max_tokens) has no near tie and no short loop."""
+    greedy(prompt, max_tokens) has no near tie and no short loop, and does not end before."""
     rng = np.random.default_rng(seed)
 
     def draw(length: int) -> np.ndarray:
@@ -368,4 +368,4 @@ def _tells_something(checkpoint: Checkpoint, prompt: list[int], max_tokens: int)
         tokens = checkpoint.greedy(prompt, max_tokens)
     except NearTie:
         return False
-    return len(set(tokens)) >= min(max_tokens, LEAST_DISTINCT)
+    return len(tokens) == max_tokens and len(set(tokens)) >= min(max_tokens, LEAST_DISTINCT)
