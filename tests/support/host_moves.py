@@ -169,7 +169,12 @@ class ModelledTier:
         moves = moves_of(stores, loads, num_beside=num_beside, **fields)
         values = self.state.parts.check_step((moves,), (), self.state.limits)
         step = self.state.dummy_step(self.seq)._replace(step_values=values)
-        return self.connectors.begin(step)
+        loaded = self.connectors.begin(step)
+        for block, slot, _ in stores:
+            self.slot_gaps[slot] = self.gaps[block]
+        for block, slot, _ in loads:
+            self.gaps[block] = self.slot_gaps[slot]
+        return loaded
 
     def random_step(self):
         """Move random blocks, and return the loads that the step waits for, with the blocks of
@@ -199,12 +204,10 @@ class ModelledTier:
         loaded = self.step(stores, loads, num_beside, are_idle=are_idle)
         for block, slot, name in stores:
             self.slots[slot] = (name, self.blocks[block])
-            self.slot_gaps[slot] = self.gaps[block]
         invalid = set()
         for block, slot, name in loads:
             content = self.slots[slot][1] if self.slots[slot][0] == name else None
             self.blocks[block] = content
-            self.gaps[block] = self.slot_gaps[slot]
             if content is None:
                 invalid.add(block)
         before, beside = ([block for block, _, _ in own] for own in (loads[:split], loads[split:]))

@@ -23,6 +23,7 @@ from rpc_schema.errors import InvalidStepError, PrecededByError
 from rpc_schema.step import ExecuteModel
 from tests.support.exhaustive import seeds
 from worker_client.requests import SamplingParams
+from worker_daemon.runner.draft_gaps import DraftGaps
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.step_checker import MAX_UNSAMPLED_STEPS
 
@@ -60,6 +61,8 @@ def flatten(value):
         return [leaf for key in value for leaf in (key, *flatten(value[key]))]
     if isinstance(value, list | tuple):
         return [leaf for item in value for leaf in flatten(item)]
+    if isinstance(value, DraftGaps):
+        return flatten(vars(value))
     return [value]
 
 
