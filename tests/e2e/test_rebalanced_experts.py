@@ -253,12 +253,12 @@ def test_a_service_rebalances_between_its_steps(daemons, skewed):
     decode = Tokenizer.from_file(str(skewed.path / "tokenizer.json")).decode
     endpoints = daemons.endpoints(2)
     with service_app(skewed.path, config, endpoints, eplb_step_interval=3) as service:
-        text, call = decode(skewed.greedy(prompt.tolist(), TOKENS)), service.context.engine.call
+        text, call = decode(skewed.greedy(prompt.tolist(), TOKENS)), service.context.engine.call_all
 
         def have_switched():
             (choice,) = service.ok("/v1/completions", body)["choices"]
             assert choice["text"] == text
-            statuses = service.runner.run(call(lambda driver: driver.group.get_status()))
+            (statuses,) = service.runner.run(call(lambda driver: driver.group.get_status()))
             return all(status.expert_moves.num_switches for status in statuses)
 
         wait_until(have_switched, "a switch")

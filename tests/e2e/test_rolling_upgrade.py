@@ -160,8 +160,9 @@ def test_server_that_a_shutdown_kept_from_sleep_answers_as_before(
     with service_app(model.path, config, endpoints, **options) as service:
 
         def serving():
-            call = service.context.engine.call
-            return service.runner.run(call(lambda driver: driver.group.get_status()[1].serving))
+            call = service.context.engine.call_all
+            work = call(lambda driver: driver.group.get_status()[1].serving)
+            return service.runner.run(work)[0]
 
         before = service.ok("/v1/completions", ask)["choices"]
         releases.installed = (f"release={NEXT}",)
