@@ -137,6 +137,8 @@ class Running(NamedTuple):
 
     def client(self, key=KEY, **options):
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        # The server may close a connection that was idle just as the next request is sent.
+        options.setdefault("limits", httpx2.Limits(max_keepalive_connections=0))
         return httpx2.AsyncClient(base_url=self.url, timeout=LIMIT_S, headers=headers, **options)
 
     @property
