@@ -141,17 +141,12 @@ def prefill_tile(
     average, and leave SMs idle if the batch is small. group_size is query heads per KV head.
     has_window: all tiles are masked, which takes registers.
     """
+    if dtype == torch.float32 or num_tokens * group_size <= FEW_ROWS_PER_SEQ * num_seqs:
+        return block_tile(group_size, head_dim, dtype, limits)
     rows = max(MIN_DOT_ROWS, next_power_of_two(group_size))
     width = padded_head_dim(head_dim)
-    have_few_rows = num_tokens * group_size <= FEW_ROWS_PER_SEQ * num_seqs
     large_tiles = num_tokens * group_size * num_kv_heads // LARGE_TILE_ROWS
-    if dtype == torch.float32:
-        wanted = _exact_tile(rows)
-    elif have_few_rows and width > WIDE:
-        wanted = Tile(max(rows, 64), 32, num_warps=8, num_stages=5)
-    elif have_few_rows:
-        wanted = Tile(max(rows, 64), 64, num_warps=4, num_stages=5)
-    elif has_window and width >= WIDE:
+    if has_window and width >= WIDE:
         wanted = Tile(max(rows, 128), 64 * WIDE // width, num_warps=8, num_stages=3)
     elif large_tiles < 4 * limits.num_sms or width > WIDE:
         wanted = Tile(max(rows, 128), 128, num_warps=8, num_stages=3)
@@ -161,8 +156,8 @@ def prefill_tile(
 
 
 def block_tile(group_size: int, head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> Tile:
-    """Return the tile for blocks of query tokens whose keys are cut, whatever their number and
-    context, so that one kernel serves all of them."""
+    """Return the small tile: that of sequences with few query tokens, and of all blocks whose keys
+    are cut, whatever their number and context, so that one kernel serves these."""
     rows = max(MIN_DOT_ROWS, next_power_of_two(group_size))
     if dtype == torch.float32:
         wanted = _exact_tile(rows)

@@ -11,6 +11,7 @@ from worker_client.driven_group import DrivenGroup
 from worker_client.driver import Recover
 from worker_client.errors import WorkerDied
 from worker_client.group.loading import LoadedGroup
+from worker_client.launcher import LocalDaemons
 from worker_client.replicas.group import DataParallelGroup
 from worker_client.worker_group import RankProgress, WorkerGroup
 
@@ -33,11 +34,7 @@ def open_group(
     it. At the end, daemons that run already keep it, and those started here are ended. Raises what
     LocalDaemons, WorkerGroup.attach and WorkerGroup.prepare raise."""
     with contextlib.ExitStack() as stack:
-        endpoints, daemons = plan.endpoints, None
-        if not endpoints:
-            daemons = stack.enter_context(plan.start_daemons())
-            stack.enter_context(daemons.naming_causes())
-            endpoints = tuple(daemons.endpoints)
+        endpoints, daemons = _reach_daemons(plan, stack)
         group = stack.enter_context(WorkerGroup(endpoints, plan.config.parallel, plan.keys))
         group.attach(force=plan.force, wait_s=plan.wait_s)
         loaded = group.prepare(
@@ -64,11 +61,7 @@ def open_replicas(
     threads. Afterwards each belongs to the thread of its driver, until all of these have ended.
     Raises what LocalDaemons, DataParallelGroup.attach and DataParallelGroup.prepare raise."""
     with contextlib.ExitStack() as stack:
-        endpoints, daemons = plan.endpoints, None
-        if not endpoints:
-            daemons = stack.enter_context(plan.start_daemons())
-            stack.enter_context(daemons.naming_causes())
-            endpoints = tuple(daemons.endpoints)
+        endpoints, daemons = _reach_daemons(plan, stack)
         group = stack.enter_context(DataParallelGroup(endpoints, plan.config.parallel, plan.keys))
         group.attach(force=plan.force, wait_s=plan.wait_s)
         loaded = group.prepare(
@@ -90,3 +83,15 @@ def open_replicas(
 
         pairs = zip(group.replicas, loaded, strict=True)
         yield [OpenedGroup(own, model, partial(recover, own)) for own, model in pairs]
+
+
+def _reach_daemons(
+    plan: DrivenGroup, stack: contextlib.ExitStack
+) -> tuple[tuple[str, ...], LocalDaemons | None]:
+    """Return the endpoints of daemons that run, or of those that are started here until the stack
+    is closed, and these."""
+    if plan.endpoints:
+        return plan.endpoints, None
+    daemons = stack.enter_context(plan.start_daemons())
+    stack.enter_context(daemons.naming_causes())
+    return tuple(daemons.endpoints), daemons
