@@ -132,12 +132,12 @@ class GroupDaemons:
             self.watch.answers_as(client.rank, uid)
 
     def _check_alive(self, rank: int) -> None:
-        """Raise WorkerDied if this rank is dead: the others may be asked even then."""
+        """Raise WorkerDied if this rank answers no more: the others may be asked even then."""
         self.results.read_connection_events()
         self._listen()
         with contextlib.suppress(WorkerDied):
             self.watch.look()
-        if self.watch.is_dead(rank):
+        if not self.watch.answers(rank):
             raise self.watch.death_of(rank)
 
     def _connect(self, rank: int, endpoint: Endpoint) -> WorkerClient:

@@ -64,6 +64,8 @@ class _Watched:
     uid: bytes = b""
     process: Process = field(default_factory=Process)
     liveness: Liveness = "alive"
+    is_leaving: bool = False
+    """It counts as dead because it has announced its end, and answers until then."""
     cut_since: float | None = None
     """Time at which its connection was lost, if it was."""
     cut_at: float | None = None
@@ -113,6 +115,14 @@ class Watch:
     def is_dead(self, rank: int) -> bool:
         """Return True for a dead rank."""
         return self._ranks[rank].liveness == "dead"
+
+    def answers(self, rank: int) -> bool:
+        """Return True for a rank whose control socket may answer: one that is not dead, or has
+        announced its end and is still there."""
+        entry = self._ranks[rank]
+        if entry.liveness != "dead":
+            return True
+        return entry.is_leaving and entry.cut_since is None and not entry.process.has_ended()
 
     def cut_at(self, rank: int) -> float | None:
         """Return the time of time.monotonic at which its connection ended last; None: never."""
@@ -241,6 +251,8 @@ class Watch:
 
     def shuts_down(self, rank: int) -> None:
         """Record that this rank has refused a request because it is shutting down."""
+        entry = self._ranks[rank]
+        entry.is_leaving = entry.is_leaving or entry.liveness != "dead"
         self._die(rank, "announced", "it is shutting down")
 
     def answers_as(self, rank: int, uid: bytes | None) -> None:

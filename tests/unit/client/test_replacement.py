@@ -8,6 +8,7 @@ import pytest
 
 from rpc_schema.errors import ErrorCode, ErrorScope
 from tests.support.fake_daemon import FakeDaemon, Fault, reference_tokens
+from tests.support.waiting import wait_until
 from tests.unit.client.conftest import worker_config
 from worker_client.driver import Driver
 from worker_client.errors import ReplacementFailed, WorkerDied
@@ -113,18 +114,19 @@ def test_cached_prefixes_go_with_a_rank_that_dies_while_the_group_is_idle(fakes,
     driver = Driver(group, Scheduler(limits), recover=recover)
     prompt = np.arange(2 * model.block_size + 1, dtype=np.int32) % 9
 
-    def cached(daemon: FakeDaemon, name: str) -> int:
+    def cached(name: str) -> int:
         """Tokens that a request began with when it was served."""
-        first = len(daemon.executes)
         driver.add_request(GenerationRequest(name, prompt, max_tokens=3))
         (output,) = driver.run()
         assert output.token_ids == reference_tokens(prompt, 3, frozenset())
-        admitted = [new for step in daemon.executes[first:] for new in step.scheduled_new_reqs]
-        return admitted[-1].num_computed_tokens
+        first, last = daemons.daemons
+        wait_until(lambda: first.last_seq == last.last_seq, "the rank that owes no outcome")
+        steps = [new for each in first.executes for new in each.scheduled_new_reqs]
+        return [new.num_computed_tokens for new in steps if new.req_id == name][-1]
 
-    assert [cached(daemons.daemons[0], name) for name in "ab"] == [0, 2 * model.block_size]
+    assert [cached(name) for name in "ab"] == [0, 2 * model.block_size]
     line.end()
     while looks and not replaced:
         driver.look()
-    assert [cached(daemons.daemons[0], name) for name in "cd"] == [0, 2 * model.block_size]
+    assert [cached(name) for name in "cd"] == [0, 2 * model.block_size]
     assert replaced == [1]

@@ -119,8 +119,10 @@ def test_bench_scrapes_every_daemon_when_asked_to(fakes, directory, run, monkeyp
     without, none = statuses_asked_for()
     asked, scraped = statuses_asked_for("--scrape")
     assert none == 0
-    assert scraped >= 2 and sum(asked) == sum(without) + scraped
-    assert all(more > fewer for more, fewer in zip(asked, without, strict=True))
+    each = scraped // 2
+    assert scraped == 2 * each >= 2
+    assert asked[0] >= each  # a command that ends asks ranks that owe no reply until they are done
+    assert asked[1] == without[1] + each
 
 
 def test_options_come_from_line_environment_and_file(fakes, directory, run, monkeypatch):

@@ -22,6 +22,7 @@ from worker_client.errors import ReplacementFailed, WorkerDied, WorkerShutsDown
 from worker_client.inputs.host_tensor import HostTensor
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, scheduler_limits
+from worker_client.wire.control_channel import DEATH_CHECK_MS
 from worker_client.worker_group import WorkerGroup
 
 NUM_TOKENS = 12
@@ -108,8 +109,27 @@ def outputs_of(driver):
     return {output.req_id: output.token_ids for output in driver.run()}
 
 
+@pytest.fixture
+def outputs_with(request_of):
+    """outputs_with(number, driver, expected): the outputs of all requests, and of more until so
+    many steps have failed: rank 1 may serve some before rank 0 refuses a step."""
+
+    def serve(number, driver, expected):
+        outputs = outputs_of(driver)
+        while driver.num_failures < number:
+            name = f"more-{len(expected)}"
+            request, expected[name] = request_of(name)
+            driver.add_request(request)
+            outputs |= outputs_of(driver)
+        return outputs
+
+    return serve
+
+
 @pytest.mark.parametrize(("pp", "rank"), [(1, 0), (2, 0), (2, 1)])
-def test_rank_that_shuts_down_is_replaced_without_waiting_for_its_end(served, pp, rank):
+def test_rank_that_shuts_down_is_replaced_without_waiting_for_its_end(
+    served, outputs_with, pp, rank
+):
     driver, expected, upgrade = served(pp)
     told = defaultdict(list)
     driver._on_result = lambda result: [
@@ -118,7 +138,7 @@ def test_rank_that_shuts_down_is_replaced_without_waiting_for_its_end(served, pp
     ]
     driver.step()
     upgrade.run(rank)
-    assert outputs_of(driver) == expected
+    assert outputs_with(1, driver, expected) == expected
     upgrade.finish()
     assert driver.num_failures == 1
     dead = [each for each in driver.group.watch.events if each.kind == "dead"]
@@ -128,14 +148,14 @@ def test_rank_that_shuts_down_is_replaced_without_waiting_for_its_end(served, pp
     assert {name: told[name][: len(tokens)] for name, tokens in expected.items()} == expected
 
 
-def test_ranks_are_replaced_one_after_the_other(served):
+def test_ranks_are_replaced_one_after_the_other(served, outputs_with):
     driver, expected, upgrade = served(2)
     driver.step()
     upgrade.run(0)
-    while not driver.num_failures:
-        driver.step()
+    assert outputs_with(1, driver, expected) == expected
+    expected.clear()
     upgrade.run(1)
-    assert outputs_of(driver) == expected
+    assert outputs_with(2, driver, expected) == expected
     assert driver.num_failures == 2
 
 
@@ -330,3 +350,22 @@ def test_operation_that_meets_the_shutdown_names_rank_and_fix_and_the_driver_ser
     assert driver.group.clients[0].get_status().serving == "DRAINING", "control answers"
     upgrade.run(0)
     assert outputs_of(driver) == expected
+
+
+def test_rank_that_shuts_down_answers_control_requests_until_its_end(served):
+    driver, _, upgrade = served(2)
+    driver.step()
+    leaving = upgrade.begin(0)
+    with pytest.raises(WorkerShutsDown):
+        driver.group.relink()
+    answer = leaving._control_reply
+
+    def answer_late(request):
+        time.sleep(5 * DEATH_CHECK_MS / 1000)
+        return answer(request)
+
+    leaving._control_reply = answer_late
+    assert driver.group.clients[0].get_status().serving == "DRAINING"
+    leaving.kill()
+    with pytest.raises(WorkerDied, match="rank 0 at "):
+        driver.group.clients[0].get_status()

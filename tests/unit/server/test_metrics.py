@@ -116,6 +116,7 @@ def test_scrape_counts_what_the_daemon_did(daemon: DaemonProcess, directory: Pat
     seq, driver.seq = driver.seq, driver.seq + 5
     driver.fault()  # a gap
     driver.seq = seq
+    wait_until(lambda: driver.status().link_state == "broken", "it is told of the late failure")
     assert get(place, "/livez") == (200, '{"status":"ok","reasons":[]}')
     seen = scrape(place)  # the first one: later ones may be a second old
     driver.close()
