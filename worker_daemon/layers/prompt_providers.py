@@ -8,7 +8,9 @@ Letters: L query tokens, R gathered positions, Hq and Hkv query and KV heads, D 
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final, NamedTuple, Protocol
 
@@ -22,6 +24,7 @@ from worker_daemon.contracts.attention import (
     KeyRange,
 )
 from worker_daemon.layers.attention import HeadSizes
+from worker_daemon.layers.bare_package import bare_package
 
 AttendGathered = Callable[[Tensor, Tensor, AttentionLayer, int | None], Tensor]
 """(q [L, Hq, D], context [2, R, Hkv, D], layer, window) -> [L, Hq, D]: GatheredAttention.attend
@@ -128,6 +131,11 @@ class FlashAttention:
 
     def open(self) -> AttendGathered:
         """See PromptProvider."""
+        # It needs a few modules of quack, whose __init__.py imports operators that need
+        # torch._dynamo: half of the time. If another version needs more, quack is imported whole.
+        with suppress(Exception), bare_package("quack"):
+            import_module("quack.dsl")  # changes the DSL, as quack/__init__.py has it done
+            import_module("flash_attn.cute")
         from flash_attn.cute import flash_attn_func
 
         pack_gqa = self._pack_gqa
