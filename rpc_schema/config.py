@@ -13,6 +13,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["auto", "fp8"]
 KVCacheDtype = Literal["auto", "fp8"]
 KVTierMemory = Literal["host", "device"]
+PromptAttentionDtype = Literal["auto", "fp8"]
 LoadFormat = Literal["auto", "dummy", "sharded_state", "tensorizer"]
 
 FIT_MAX_MODEL_LEN = -1
@@ -232,6 +233,9 @@ class CacheConfig(Value, frozen=True, kw_only=True):
     kv_tier_memory: KVTierMemory = "host"
     """Place of the host tier's memory: device takes kv_host_memory_bytes of the rank's GPU instead,
     which another group's ranks on this host can read (prefill apart from decode)."""
+    prompt_attention_dtype: PromptAttentionDtype = "auto"
+    """Dtype of the products of long prompts' attention: auto is the model's; fp8 rounds queries and
+    weights, too, over a KV cache in FP8, on GPUs of compute capability 9 or more."""
 
 
 class GraphConfig(Value, frozen=True, kw_only=True):

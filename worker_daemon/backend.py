@@ -62,7 +62,7 @@ def choose_backend(device: torch.device) -> Backend:
 def triton_backend(device: torch.device) -> Backend:
     """Return our Triton kernels; tests also use them on the CPU, with Triton's interpreter."""
     # Importing Triton takes longer than all our other imports of a CPU daemon.
-    from worker_daemon.kernels.gathered_prefill import TritonGathered
+    from worker_daemon.kernels.gathered_prefill import TritonFP8Gathered, TritonGathered
     from worker_daemon.kernels.launch import has_dependent_launch
     from worker_daemon.kernels.moved_blocks import TritonBlockKernels
     from worker_daemon.kernels.ops import TritonOps
@@ -80,7 +80,9 @@ def triton_backend(device: torch.device) -> Backend:
         return PeerExchange(window, window.device, pdl=has_dependent_launch(window.device))
 
     return Backend(
-        attention=ChosenAttention("triton", TritonAttention(device), TritonGathered(device)),
+        attention=ChosenAttention(
+            "triton", TritonAttention(device), TritonGathered(device), TritonFP8Gathered(device)
+        ),
         sampling=TritonSampling(device),
         rows=TritonRowKernels(),
         texts=TritonTextKernels(),

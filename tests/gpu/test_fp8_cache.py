@@ -21,7 +21,7 @@ from tests.support.fp8_caches import (
 )
 from tests.support.layer_checks import run_projection
 from tests.support.rotated_decodes import make_decode
-from worker_daemon.kernels.gathered_prefill import TritonGathered
+from worker_daemon.kernels.gathered_prefill import TritonFP8Gathered, TritonGathered
 from worker_daemon.kernels.ops import TritonOps
 from worker_daemon.kernels.paged_attention import TritonAttention
 from worker_daemon.layers.prompt_attention import PromptAttention, cudnn_attention
@@ -119,3 +119,30 @@ def test_long_prompts(window: int | None) -> None:
     layer = replace(layer_of(shape, window), kv_scales=scales)
     out = backend.attend(batch.q, batch.kv_cache, layer, batch.metadata)
     assert relative_error(out, dense_attention(batch, window)) < BOUNDS[torch.bfloat16]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (3000, None), (None, 30.0)])
+def test_long_prompts_with_products_in_fp8(
+    head_dim: int, window: int | None, cap: float | None
+) -> None:
+    """A result is off by three bits' rounding of the weights, of what it sums in magnitude, and by
+    that of the queries; of NaN and infinite queries it is NaN."""
+    shape = Shape(16, 4, head_dim)
+    lengths = [(1100, 1100), (1, 40), (2048, 30_000)]
+    batch = make_batch(shape, lengths, dtype=torch.bfloat16, device="cuda", seed=SEED)
+    scales = random_scales(4, "cuda", SEED)
+    batch = in_fp8(batch, scales)
+    store(batch, scales)
+    device = torch.device("cuda")
+    backend = PromptAttention(TritonAttention(device), TritonFP8Gathered(device))
+    layer = replace(layer_of(shape, window, logit_softcap=cap), kv_scales=scales)
+    out = backend.attend(batch.q, batch.kv_cache, layer, batch.metadata)
+    expected = dense_attention(batch, window, logit_softcap=cap)
+    assert 1e-3 < relative_error(out, expected) < 0.08
+    batch.q[7, 2, 5], batch.q[1500, 3, 0] = torch.nan, torch.inf
+    poisoned = backend.attend(batch.q, batch.kv_cache, layer, batch.metadata)
+    is_bad = torch.zeros(out.shape[:2], dtype=torch.bool, device="cuda")
+    is_bad[7, 2] = is_bad[1500, 3] = True
+    assert poisoned[is_bad].isnan().all()
+    assert torch.equal(poisoned[~is_bad], out[~is_bad])

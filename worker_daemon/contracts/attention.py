@@ -9,7 +9,7 @@ FP8 (fp8.py).
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ from torch import Tensor
 
 from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.contracts.layer_ops import HeadNorms, LayerOps
+
+ContextT = TypeVar("ContextT")
+"""A copy of keys and values: see GatheredAttention."""
 
 
 class StateSlots(NamedTuple):
@@ -198,9 +201,12 @@ class KeyRange(NamedTuple):
     """R, at least end - first: the rows that are wanted for them."""
 
 
-class GatheredAttention(Protocol):
-    """Computes attention of one sequence over a copy of its keys and values in contiguous
-    memory."""
+class GatheredAttention(Protocol[ContextT]):
+    """Computes attention of one sequence over a copy of its keys and values in contiguous memory.
+
+    ContextT: the copy. A Tensor is the keys, then the values, [2, R, Hkv, D], contiguous, in the
+    dtype that was asked for; those of a cache in FP8 times their scales.
+    """
 
     def gather(
         self,
@@ -209,15 +215,14 @@ class GatheredAttention(Protocol):
         metadata: AttentionMetadata,
         keys: KeyRange,
         dtype: torch.dtype,
-    ) -> Tensor:
-        """Return the keys, then the values of a range, [2, R, Hkv, D], contiguous, in dtype; those
-        of a cache in FP8 times their scales. Rows after the range are 0. Never waits for the
+    ) -> ContextT:
+        """Return the keys and values of a range, and 0 for the rows after it. Never waits for the
         device."""
 
     def attend(
         self,
         q: Tensor,
-        context: Tensor,
+        context: ContextT,
         layer: AttentionLayer,
         window: int | None,
         lse: Tensor | None = None,

@@ -10,6 +10,7 @@ from worker_daemon.device.threads import Threads
 from worker_daemon.errors import config_error
 
 _FIRST_WITH_FP8: Final = (8, 9)
+_FIRST_WITH_FP8_KERNELS: Final = (9, 0)
 """The first compute capability with conversions from and to float8_e4m3fn."""
 
 
@@ -83,6 +84,12 @@ def supports(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type == "cuda" and dtype is FP8:
         return torch.cuda.get_device_capability(device) >= _FIRST_WITH_FP8
     return True
+
+
+def computes_in_fp8(device: torch.device) -> bool:
+    """Return True if our kernels multiply in FP8 there: it is a GPU with Hopper's products."""
+    is_cuda = device.type == "cuda"
+    return is_cuda and torch.cuda.get_device_capability(device) >= _FIRST_WITH_FP8_KERNELS
 
 
 def _no_such_device(name: str) -> ConfigError:

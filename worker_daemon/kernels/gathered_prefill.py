@@ -23,8 +23,18 @@ from worker_daemon.contracts.attention import (
     AttentionSinks,
     KeyRange,
 )
+from worker_daemon.contracts.fp8 import FP8
+from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.kernels.attention_tiles import attend_to_none, fold, store_log_sum_exp
 from worker_daemon.kernels.compile_ahead import launched
+from worker_daemon.kernels.fp8 import head_scales
+from worker_daemon.kernels.gathered_fp8 import (
+    MIN_FP8_DIM,
+    FP8Context,
+    fold_fp8,
+    gather_fp8,
+    quantized_rows,
+)
 from worker_daemon.kernels.scores import Scoring, join_sinks
 from worker_daemon.kernels.tiles import (
     DeviceLimits,
@@ -103,14 +113,61 @@ class TritonGathered:
         )
 
 
+class TritonFP8Gathered:
+    """GatheredAttention whose products are in FP8, on one CUDA device of compute capability 9 or
+    more, over a cache in FP8. Owns no device memory; step thread only.
+
+    Queries are rounded to FP8 with a scale for each token and head. Weights are scaled by 2^8, so
+    that those down to 2^-14 of a query's largest keep FP8's three bits. Products of a tile of keys
+    are summed by the tensor cores, in fewer bits than fp32 has, those of tiles in fp32.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """device is that of all tensors."""
+        self._limits = DeviceLimits.of(device)
+
+    def gather(
+        self,
+        kv_cache: torch.Tensor,
+        layer: AttentionLayer,
+        metadata: AttentionMetadata,
+        keys: KeyRange,
+        dtype: torch.dtype,
+    ) -> FP8Context:
+        """See GatheredAttention. In the cache, the heads of one token are contiguous."""
+        return gather_fp8(kv_cache, metadata, keys)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        context: FP8Context,
+        layer: AttentionLayer,
+        window: int | None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See GatheredAttention. The result is contiguous."""
+        return gathered_attention(
+            q,
+            context,
+            scale=layer.scale,
+            window=window,
+            logit_softcap=layer.logit_softcap,
+            sinks=layer.sinks,
+            kv_scales=layer.kv_scales,
+            lse=lse,
+            limits=self._limits,
+        )
+
+
 def gathered_attention(
     q: torch.Tensor,
-    context: torch.Tensor,
+    context: torch.Tensor | FP8Context,
     *,
     scale: float,
     window: int | None,
     logit_softcap: float | None = None,
     sinks: AttentionSinks | None = None,
+    kv_scales: KVScales | None = None,
     lse: torch.Tensor | None = None,
     limits: DeviceLimits | None = None,
     tile: Tile | None = None,
@@ -124,10 +181,12 @@ def gathered_attention(
     Args:
         q: [L, Hq, D] fp32, bf16 or fp16, the last dimension contiguous. D is a multiple of 8 up to
             256.
-        context: keys, then values: [2, R, Hkv, D] of q's dtype, contiguous, R >= L, finite.
+        context: keys, then values: [2, R, Hkv, D] of q's dtype, contiguous, R >= L, finite; or
+            those of a cache in FP8, for products in FP8.
         scale: factor of the scores, > 0.
         window: keys a query sees, itself included; None = all.
         logit_softcap, sinks: see AttentionLayer.
+        kv_scales: those of a context in FP8.
         lse: [L, Hq] fp32, contiguous; see AttentionBackend.
         limits: the device's; looked up when None.
         tile: overrides the choice of tile.
@@ -137,22 +196,32 @@ def gathered_attention(
     """
     scoring = Scoring(scale, window, logit_softcap, sinks)
     num_queries, num_q_heads, head_dim = q.shape
-    num_keys, num_kv_heads = context.shape[1:3]
-    assert q.dtype == context.dtype
+    if isinstance(context, FP8Context):
+        assert kv_scales is not None
+        num_keys, width = context.keys.shape
+    else:
+        assert q.dtype == context.dtype
+        assert context.is_contiguous()
+        num_keys, width = context.shape[1], context[0, 0].numel()
     assert q.stride(2) == 1
-    assert context.is_contiguous()
     assert num_queries <= num_keys
     assert lse is None or (lse.is_contiguous() and lse.dtype == torch.float32)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if tile is None:
         limits = DeviceLimits.of(q.device) if limits is None else limits
         num_seen = num_keys if window is None else min(num_keys, window)
-        tile = gathered_tile(num_queries, num_seen, head_dim, q.dtype, limits)
-    width = num_kv_heads * head_dim
-    box = [tile.block_n, padded_head_dim(head_dim)]
-    keys, values = (
-        TensorDescriptor(half, [num_keys, width], [width, 1], box) for half in context.unbind(0)
-    )
+        dtype = q.dtype if kv_scales is None else FP8
+        tile = gathered_tile(num_queries, num_seen, head_dim, dtype, limits)
+    block_d = padded_head_dim(head_dim)
+    if isinstance(context, FP8Context):
+        block_d = max(block_d, MIN_FP8_DIM)
+        keys = TensorDescriptor.from_tensor(context.keys, [tile.block_n, block_d])
+        values = TensorDescriptor.from_tensor(context.values, [block_d, tile.block_n])
+    else:
+        keys, values = (
+            TensorDescriptor.from_tensor(half.view(num_keys, width), [tile.block_n, block_d])
+            for half in context.unbind(0)
+        )
     _gathered_kernel[(triton.cdiv(num_queries, tile.block_m), num_q_heads)](
         out,
         lse,
@@ -160,19 +229,20 @@ def gathered_attention(
         keys,
         values,
         scoring.sink_values,
+        None if kv_scales is None else kv_scales.values,
         num_queries,
         num_keys,
         scoring.window or 0,
         scoring.factor,
         *out.stride()[:2],
         *q.stride()[:2],
-        GROUP=num_q_heads // num_kv_heads,
+        GROUP=num_q_heads * head_dim // width,
         HEAD_DIM=head_dim,
         HAS_WINDOW=scoring.window is not None,
         SOFTCAP=scoring.softcap,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        BLOCK_D=padded_head_dim(head_dim),
+        BLOCK_D=block_d,
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -248,18 +318,26 @@ def _attend(
     MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    IN_FP8: tl.constexpr,
 ):
     """Fold the keys start .. end - 1 into the running softmax of a tile of queries. start is a
     multiple of BLOCK_N. Unless MASKED, end is too, and every row sees all these keys. See
     attention_tiles.fold."""
     for first in tl.range(start, end, BLOCK_N, num_stages=STAGES):
         k = keys.load([first, column])
-        v = values.load([first, column])
         key_pos = first + tl.arange(0, BLOCK_N)
-        acc, row_sum, row_max = fold(
-            q, q_pos, acc, row_sum, row_max, k, v, key_pos, window, score_scale,
-            HAS_WINDOW, SOFTCAP, MASKED,
-        )  # fmt: skip
+        if IN_FP8:
+            v = tl.trans(values.load([column, first]))
+            acc, row_sum, row_max = fold_fp8(
+                q, q_pos, acc, row_sum, row_max, k, v, key_pos, window, score_scale,
+                HAS_WINDOW, SOFTCAP, MASKED,
+            )  # fmt: skip
+        else:
+            v = values.load([first, column])
+            acc, row_sum, row_max = fold(
+                q, q_pos, acc, row_sum, row_max, k, v, key_pos, window, score_scale,
+                HAS_WINDOW, SOFTCAP, MASKED,
+            )  # fmt: skip
     return acc, row_sum, row_max
 
 
@@ -275,6 +353,7 @@ def _gathered_kernel(
     keys,
     values,
     sinks,
+    kv_scales,
     num_queries,
     num_keys,
     window,
@@ -303,9 +382,12 @@ def _gathered_kernel(
     q_ptr = q + (token * q_token_stride + head * q_head_stride)[:, None] + dim[None, :]
     # Columns past HEAD_DIM are zero, so that those of the keys, the next head's, do not matter.
     queries = tl.load(q_ptr, mask=inside, other=0.0)
+    IN_FP8: tl.constexpr = kv_scales is not None
+    key_scale, value_scale = head_scales(kv_scales, head // GROUP, tl.num_programs(1) // GROUP)
+    if IN_FP8:
+        queries, row_factor = quantized_rows(queries)
+        score_scale = row_factor * key_scale * score_scale
     acc, row_sum, row_max = attend_to_none(BLOCK_M, BLOCK_D)
-    if sinks is not None:
-        acc, row_sum, row_max = join_sinks(acc, row_sum, row_max, sinks + head, True)
     first_pos = num_keys - num_queries + first_query
     q_pos = first_pos + tl.arange(0, BLOCK_M)
     # Every row of the tile sees the keys from the start of the last row's window up to the first
@@ -318,20 +400,25 @@ def _gathered_kernel(
         seen_from = tl.minimum(tl.cdiv(last_from, BLOCK_N) * BLOCK_N, seen_to)
         acc, row_sum, row_max = _attend(
             queries, q_pos, acc, row_sum, row_max, keys, values, column,
-            start, seen_from, window, score_scale, HAS_WINDOW, SOFTCAP, True, BLOCK_N, 1,
+            start, seen_from, window, score_scale, HAS_WINDOW, SOFTCAP, True, BLOCK_N, 1, IN_FP8,
         )  # fmt: skip
     acc, row_sum, row_max = _attend(
         queries, q_pos, acc, row_sum, row_max, keys, values, column,
         seen_from, seen_to, window, score_scale, HAS_WINDOW, SOFTCAP, False, BLOCK_N, STAGES,
+        IN_FP8,
     )  # fmt: skip
     acc, row_sum, row_max = _attend(
         queries, q_pos, acc, row_sum, row_max, keys, values, column,
         seen_to, tl.minimum(first_pos + BLOCK_M, num_keys), window, score_scale,
-        HAS_WINDOW, SOFTCAP, True, BLOCK_N, 1,
+        HAS_WINDOW, SOFTCAP, True, BLOCK_N, 1, IN_FP8,
     )  # fmt: skip
+    if sinks is not None:
+        acc, row_sum, row_max = join_sinks(acc, row_sum, row_max, sinks + head, True)
     out_ptr = out + (token * out_token_stride + head * out_head_stride)[:, None] + dim[None, :]
     # Rows past the last query may see no key in their window.
     result = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    if IN_FP8:
+        result = result * value_scale
     tl.store(out_ptr, result.to(out.dtype.element_ty), mask=inside)
     place = token * tl.num_programs(1) + head
     store_log_sum_exp(lse, place, row_max, row_sum, query < num_queries)

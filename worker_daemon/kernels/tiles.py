@@ -10,6 +10,8 @@ from itertools import pairwise
 
 import torch
 
+from worker_daemon.contracts.fp8 import FP8
+
 MIN_DOT_ROWS = 16
 """The smallest edge of a tile that an MMA instruction takes."""
 
@@ -183,7 +185,11 @@ def gathered_tile(
     Small programs share an SM, so that one computes products while another computes a softmax.
     """
     width = padded_head_dim(head_dim)
-    if width <= 64:
+    if dtype == FP8 and width <= 128:
+        tile = Tile(64, 128, num_warps=4, num_stages=3)
+    elif dtype == FP8:
+        tile = Tile(64, 64, num_warps=8, num_stages=3)
+    elif width <= 64:
         tile = Tile(64, 128, num_warps=4, num_stages=2)
     elif width <= 128 and num_queries >= MANY_QUERIES and num_keys >= MANY_KEYS:
         tile = Tile(128, 64, num_warps=4, num_stages=2)

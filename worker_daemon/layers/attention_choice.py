@@ -5,6 +5,7 @@ import logging
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,8 +56,10 @@ class ChosenAttention:
 
     name: str
     backend: AttentionBackend
-    gathered: GatheredAttention | None = None
+    gathered: GatheredAttention[torch.Tensor] | None = None
     """For long prompts; None if the backend computes them."""
+    gathered_fp8: GatheredAttention[Any] | None = None
+    """For long prompts over a cache in FP8, with products in FP8; None if there is none."""
     long_chunks: str = ""
     """For the status: what was measured of libraries; empty if none is installed."""
 
@@ -70,13 +73,15 @@ def choose_attention(
     records: ProviderRecords | None = None,
     providers: Sequence[PromptProvider] = PROVIDERS,
     stopwatch: Stopwatch = device_seconds,
+    *,
+    in_fp8: bool = False,
 ) -> ChosenAttention:
     """Return the device's attention: paged, and unpaged for long prompts, by a library if one is
     faster, with cuDNN for whole ones if it is correct for this rank's heads and faster than the
     library. Waits for the device. Call this on the step thread.
 
     kinds: those of the model's layers; libraries are used for no others. records: of earlier
-    choices; None keeps none.
+    choices; None keeps none. in_fp8: long prompts are ours, with products in FP8.
 
     Raises:
         ConfigError: no implementation supports heads of this size.
@@ -89,6 +94,10 @@ def choose_attention(
             field="head_dim",
             value=heads.head_dim,
             fix=f"a multiple of 8, at most {MAX_HEAD_DIM}",
+        )
+    if in_fp8 and paged.gathered_fp8 is not None:
+        return ChosenAttention(
+            f"{paged.name}+fp8", PromptAttention(paged.backend, paged.gathered_fp8)
         )
     if dtype not in (torch.bfloat16, torch.float16):
         return paged
@@ -131,7 +140,7 @@ def _is_faster(
 @torch.inference_mode()
 def is_accurate(
     whole: WholeAttention,
-    gathered: GatheredAttention,
+    gathered: GatheredAttention[torch.Tensor],
     device: torch.device,
     heads: HeadSizes,
     dtype: torch.dtype,

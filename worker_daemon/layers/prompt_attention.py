@@ -4,16 +4,18 @@ Shapes: N tokens in the step, Hq query and Hkv KV heads, D head_dim, P the token
 
 A sequence with MIN_TOKENS or more in the step, or fewer after a long context, is a long chunk: a
 prompt, or a part of one. Its keys and values are gathered out of the cache into contiguous memory
-once a layer, in the model's dtype. At 8,192 tokens with the attention heads of Llama 8B this moves
-67 MB, 20 to 30 us on an H200, compared with 1 ms of attention. cuDNN, the fastest, needs a plan for
-each length, so it computes only whole prompts near a few lengths (PLAN_TOKENS), padded: a causal
-query never sees later rows. A GatheredAttention computes the others: after earlier context, with a
-window, of other lengths, in a layer with a cap or sinks, or with a log-sum-exp.
+once a layer, in the model's dtype or, for products in FP8, as they are. At 8,192 tokens with the
+attention heads of Llama 8B this moves 67 MB, 20 to 30 us on an H200, compared with 1 ms of
+attention. cuDNN needs a plan for each length, so it computes only whole prompts near a few lengths
+(PLAN_TOKENS), padded: a causal query never sees later rows. A GatheredAttention computes the
+others: after earlier context, with a window, of other lengths, in a layer with a cap or sinks, or
+with a log-sum-exp.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -86,10 +88,11 @@ class PromptAttention:
     def __init__(
         self,
         paged: AttentionBackend,
-        gathered: GatheredAttention,
+        gathered: GatheredAttention[Any],
         whole: WholeAttention | None = None,
     ) -> None:
-        """whole: for whole prompts near a plan's length; None if there is none."""
+        """whole: for whole prompts near a plan's length, over the Tensors that `gathered` then
+        gathers; None if there is none."""
         self._paged = paged
         self._gathered = gathered
         self._whole = whole

@@ -167,7 +167,7 @@ class ProvidedGathered:
     """
 
     def __init__(
-        self, ours: GatheredAttention, provided: "dict[ScoreKind, AttendGathered]"
+        self, ours: GatheredAttention[Tensor], provided: "dict[ScoreKind, AttendGathered]"
     ) -> None:
         self._ours = ours
         self._provided = provided

@@ -47,7 +47,7 @@ _LOG = logging.getLogger(__name__)
 class ProviderChoice:
     """The attention of long chunks over gathered keys."""
 
-    gathered: GatheredAttention
+    gathered: GatheredAttention[Tensor]
     provided: tuple[ScoreKind, ...] = ()
     """The kinds that a library computes."""
     name: str = ""
@@ -58,7 +58,7 @@ class ProviderChoice:
 
 
 def choose_provider(
-    ours: GatheredAttention,
+    ours: GatheredAttention[Tensor],
     providers: Sequence[PromptProvider],
     case: PromptCase,
     records: ProviderRecords,
@@ -85,7 +85,7 @@ def choose_provider(
 
 @torch.inference_mode()
 def _try(
-    ours: GatheredAttention,
+    ours: GatheredAttention[Tensor],
     provider: PromptProvider,
     label: str,
     case: PromptCase,
@@ -127,7 +127,7 @@ def _open(provider: PromptProvider, label: str) -> AttendGathered | None:
 
 
 def _run(
-    ours: GatheredAttention,
+    ours: GatheredAttention[Tensor],
     theirs: AttendGathered,
     label: str,
     case: PromptCase,
@@ -191,7 +191,9 @@ class RandomChunk:
         self.arguments = qkv[:, :num_q_heads], context, layer, kind.window
 
 
-def _relative_error(theirs: AttendGathered, ours: GatheredAttention, chunk: RandomChunk) -> float:
+def _relative_error(
+    theirs: AttendGathered, ours: GatheredAttention[Tensor], chunk: RandomChunk
+) -> float:
     expected, found = ours.attend(*chunk.arguments).float(), theirs(*chunk.arguments).float()
     if found.shape != expected.shape:
         return float("inf")

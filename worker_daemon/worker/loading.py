@@ -21,7 +21,7 @@ from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.contracts.logits_processor import MakeLogitsProcessor
 from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.device.failures import FailureKind, drop_scratch, failure_kind, out_of_memory
-from worker_daemon.device.init import supports
+from worker_daemon.device.init import computes_in_fp8, supports
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.errors import config_error
 from worker_daemon.layers.adapters import AdapterLayout, new_layout
@@ -224,6 +224,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         problem = "this device does not support this dtype"
         raise config_error("dtype", str(resolved.dtype), problem, "float16")
     has_fp8_cache = _has_fp8_cache(message.cache, resolved, place.device)
+    attends_in_fp8 = _attends_in_fp8(message.cache, has_fp8_cache, place.device)
     if resolved.saved is not None:
         resolved.saved.check(_group_shape(resolved, place), resolved.decoder)
     found = find_draft(message.speculative, message.model, resolved, roots, set_phase)
@@ -265,7 +266,9 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         ),
         resolved=resolved,
         stage=stage,
-        attention=choose_stage_attention(stage, resolved.decoder, resolved.dtype, place),
+        attention=choose_stage_attention(
+            stage, resolved.decoder, resolved.dtype, place, in_fp8=attends_in_fp8
+        ),
         max_model_len=resolved.max_model_len,
         memory=memory,
         weights=WeightState(stage.loaded_names(), identity, _loaded_version(message, resolved)),
@@ -575,3 +578,19 @@ def _has_fp8_cache(cache: CacheConfig, resolved: ResolvedModel, device: torch.de
         fix = f"auto: this model's heads have {heads.head_dim}"
         raise config_error("cache.kv_cache_dtype", cache.kv_cache_dtype, problem, fix)
     return True
+
+
+def _attends_in_fp8(cache: CacheConfig, has_fp8_cache: bool, device: torch.device) -> bool:
+    """Return True if long prompts are to be computed with products in FP8. Raises ConfigError if
+    the cache or the device do not allow it."""
+    if cache.prompt_attention_dtype != "fp8":
+        return False
+    problem = ""
+    if cache.kv_cache_dtype != "fp8":
+        problem, fix = "it needs a KV cache in FP8", "auto, or kv_cache_dtype fp8 too"
+    elif has_fp8_cache and not computes_in_fp8(device):
+        problem, fix = "it needs a GPU of compute capability 9 or more", "auto"
+    if problem:
+        field, value = "cache.prompt_attention_dtype", cache.prompt_attention_dtype
+        raise config_error(field, value, problem, fix)
+    return has_fp8_cache

@@ -21,6 +21,7 @@ def block_identity(
         config.model,
         config.speculative,
         config.cache.kv_cache_dtype,
+        config.cache.prompt_attention_dtype,
         str(model.resolved.dtype),
         plan.block_size,
         plan.groups,

@@ -132,9 +132,14 @@ def needed_part(config: ModelConfig) -> NeededPart:
 
 
 def choose_stage_attention(
-    stage: DecoderStage, decoder: DecoderConfig, dtype: torch.dtype, place: RankPlace
+    stage: DecoderStage,
+    decoder: DecoderConfig,
+    dtype: torch.dtype,
+    place: RankPlace,
+    *,
+    in_fp8: bool = False,
 ) -> ChosenAttention:
-    """Return the attention of a rank's stage. Raises as choose_attention does."""
+    """Return the attention of a rank's stage. in_fp8: see choose_attention. Raises as that does."""
     if not stage.kv_layer_specs:
         return ChosenAttention("whole", NullAttention())
     model, tp_size = decoder.heads, place.parallel.tp_size
@@ -149,7 +154,9 @@ def choose_stage_attention(
         if isinstance(mixer, AttentionSpec)
     ]
     records = ProviderRecords(prepared_kernel_cache())
-    return choose_attention(place.backend.attention, place.device, heads, dtype, kinds, records)
+    return choose_attention(
+        place.backend.attention, place.device, heads, dtype, kinds, records, in_fp8=in_fp8
+    )
 
 
 def fill_stage(

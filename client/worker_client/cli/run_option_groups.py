@@ -20,6 +20,7 @@ from rpc_schema.config import (
     LoraConfig,
     ModelConfig,
     ParallelConfig,
+    PromptAttentionDtype,
     Quantization,
     SchedulerConfig,
     SpeculativeConfig,
@@ -293,6 +294,9 @@ class CacheOptions:
     kv_cache_dtype: Annotated[
         str, typer.Option(help="auto (the model's), fp8 (half the memory of bfloat16)")
     ] = "auto"
+    prompt_attention_dtype: Annotated[
+        str, typer.Option(help="auto (the model's), fp8 (faster long prompts, over an fp8 cache)")
+    ] = "auto"
     num_gpu_blocks: Annotated[
         int | None, typer.Option(min=2, help="KV blocks; default: what fits.")
     ] = None
@@ -329,6 +333,9 @@ class CacheOptions:
             gpu_memory_utilization=share,
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,
             kv_cache_dtype=one_of("kv_cache_dtype", self.kv_cache_dtype, KVCacheDtype),
+            prompt_attention_dtype=one_of(
+                "prompt_attention_dtype", self.prompt_attention_dtype, PromptAttentionDtype
+            ),
             kv_host_memory_bytes=self.kv_host_memory_bytes,
             kv_files=self.kv_files,
             kv_tier_memory=one_of("kv_tier_memory", self.kv_tier_memory, KVTierMemory),

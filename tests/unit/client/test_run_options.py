@@ -160,6 +160,10 @@ def test_options_come_from_line_environment_and_file(fakes, directory, run, monk
             ["generate", "--model", "/tmp", "--prompt", "a", "--kv-cache-dtype", "fp4"],
             "field kv_cache_dtype",
         ),
+        (
+            ["generate", "--model", "/tmp", "--prompt", "a", "--prompt-attention-dtype", "fp4"],
+            "field prompt_attention_dtype",
+        ),
         (["generate", "--model", "/tmp", "--prompt", "a", "--endpoints", "tcp://h:1"], "keys"),
         (
             ["generate", "--model", "/tmp", "--prompt", "a", "--endpoints", "ipc:///a,ipc:///b"],

@@ -11,12 +11,14 @@ import torch
 
 from benchmarks.paged_reference import Shape
 from tests.support.attention_steps import layer_of
+from tests.support.fp8_caches import GivenScales
 from tests.support.model_attention import MODEL_ATTENTION
 from tests.support.model_configs import MODEL_CONFIGS
 from worker_daemon.contracts.attention import AttentionMetadata
+from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.kernels import compile_ahead
-from worker_daemon.kernels.gathered_prefill import TritonGathered
+from worker_daemon.kernels.gathered_prefill import TritonFP8Gathered, TritonGathered
 from worker_daemon.kernels.ops import TritonOps
 from worker_daemon.kernels.paged_attention import TritonAttention
 from worker_daemon.kernels.scores import Scoring
@@ -278,6 +280,28 @@ def test_kernels_are_tested_with_the_attention_of_the_models(name: str) -> None:
     is_normed = norm is not None and not norm.spans_heads
     assert is_normed == found.is_normed
     assert found.weight_offset == (norm.weight_offset if norm is not None else 0.0)
+
+
+def test_long_prompts_over_a_cache_in_fp8_may_have_products_in_fp8(recorder: Recorder) -> None:
+    """Whole prompts of a plan's length too; other tokens have the model's dtype."""
+    paged = ChosenAttention(
+        "triton", TritonAttention(META), TritonGathered(META), TritonFP8Gathered(META)
+    )
+    heads = HeadSizes(8, 2, 64)
+    chosen = choose_attention(paged, torch.device("cuda"), heads, torch.bfloat16, in_fp8=True)
+    assert chosen.name == "triton+fp8"
+    scales = GivenScales(torch.empty((2, 2), device=META))
+    layer = replace(layer_of(Shape(8, 2, 64)), kv_scales=scales)
+    cache = torch.empty((600, 2, 16, 2, 64), dtype=FP8, device=META)
+    for lengths in ([(4096, 4096)], [(1500, 4000), (1, 90)]):
+        recorder.launches.clear()
+        total = sum(number for number, _ in lengths)
+        q = torch.empty((total, 8, 64), dtype=torch.bfloat16, device=META)
+        out = chosen.backend.attend(q, cache, layer, batch_of(lengths))
+        assert out.shape == q.shape
+        attending = [each for each in recorder.launches if each.kernel in ATTENDING]
+        assert attending[0].kernel == "_gathered_kernel" and len(attending) == len(lengths)
+        assert attending[0].arguments["kv_scales"] is scales.values
 
 
 def test_a_cpu_and_float32_keep_the_paged_kernels(recorder: Recorder) -> None:

@@ -22,11 +22,14 @@ from benchmarks.paged_reference import Shape, make_batch
 from tests.support.fp8_caches import in_fp8, random_scales
 from tests.support.waiting import PATIENCE_S, wait_until
 from worker_daemon import kernel_compiler
+from worker_daemon.contracts.attention import KeyRange
 from worker_daemon.kernel_compiler import CompileRequest, KernelCompiler, hash_sources
 from worker_daemon.kernels import compile_ahead, step_buffers
 from worker_daemon.kernels.argmax import greedy_tokens
 from worker_daemon.kernels.compile_ahead import Launched, compiling_ahead
 from worker_daemon.kernels.compile_server import TargetDriver, num_processes
+from worker_daemon.kernels.gathered_fp8 import gather_fp8
+from worker_daemon.kernels.gathered_prefill import gathered_attention
 from worker_daemon.kernels.paged_attention import paged_attention
 from worker_daemon.kernels.penalties import count_tokens
 from worker_daemon.kernels.tiles import DeviceLimits
@@ -154,6 +157,23 @@ def test_attention_that_the_interpreter_runs_compiles_for_hopper(
         paged_attention(
             batch.q, batch.kv_cache, batch.metadata, scale=0.1, window=None, kv_scales=scales,
             limits=DeviceLimits(132, 232_448), pdl=True,
+        )  # fmt: skip
+    assert not compiled.has_failed
+
+
+@pytest.mark.parametrize(("head_dim", "window", "cap"), [(16, None, None), (128, 100, 2.0)])
+def test_products_in_fp8_compile_for_hopper(
+    compiler: KernelCompiler, head_dim: int, window: int | None, cap: float | None
+) -> None:
+    """Those of long prompts; the gather before them too."""
+    shape, scales = Shape(8, 2, head_dim), random_scales(2, "cpu", 1)
+    batch = make_batch(shape, [(1100, 1200)], dtype=torch.bfloat16, device="cpu", seed=1)
+    batch = in_fp8(batch, scales)
+    with compiling_ahead(compiler) as compiled:
+        context = gather_fp8(batch.kv_cache, batch.metadata, KeyRange(0, 0, 1200, 1200))
+        gathered_attention(
+            batch.q, context, scale=0.1, window=window, logit_softcap=cap, kv_scales=scales,
+            limits=DeviceLimits(132, 232_448),
         )  # fmt: skip
     assert not compiled.has_failed
 

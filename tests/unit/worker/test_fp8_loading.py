@@ -15,8 +15,9 @@ from worker_daemon.worker.stage_loading import RankPlace, Roots
 CPU = torch.device("cpu")
 
 
-def load_on_gpu(model_root, model):
-    """Load a model with a cache in FP8 on a device that is checked before it is used."""
+def load_on_gpu(model_root, model, **cache):
+    """Load a model with a cache, in FP8 by default, on a device that is checked before it is
+    used."""
     place = RankPlace(
         torch.device("cuda:0"),
         config.ParallelConfig(),
@@ -30,7 +31,7 @@ def load_on_gpu(model_root, model):
         seq=1,
         model=config.ModelConfig(model=model),
         scheduler=config.SchedulerConfig(),
-        cache=config.CacheConfig(kv_cache_dtype="fp8"),
+        cache=config.CacheConfig(**{"kv_cache_dtype": "fp8"} | cache),
         graph=config.GraphConfig(),
     )
     return load(message, place, Roots([model_root], None), lambda phase, seconds, done=0.0: None)
@@ -50,6 +51,35 @@ def test_what_cannot_have_it_is_refused_by_name(
         load_on_gpu(model_root, "other-heads")
     assert raised.value.field == "cache.kv_cache_dtype"
     assert "auto" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("capability", "kv_cache_dtype", "problem", "fix"),
+    [((9, 0), "auto", "KV cache in FP8", "kv_cache_dtype fp8"), ((8, 9), "fp8", "9 or more", "")],
+)
+@pytest.mark.usefixtures("llama")
+def test_products_in_fp8_are_refused_without_its_cache_or_kernels(
+    monkeypatch, model_root, copy_config, capability, kv_cache_dtype, problem, fix
+):
+    copy_config("wide-heads", head_dim=64)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    with pytest.raises(ConfigError, match=problem) as raised:
+        load_on_gpu(
+            model_root, "wide-heads", kv_cache_dtype=kv_cache_dtype, prompt_attention_dtype="fp8"
+        )
+    assert (raised.value.field, raised.value.value) == ("cache.prompt_attention_dtype", "fp8")
+    assert "auto" in str(raised.value) and fix in str(raised.value)
+
+
+@pytest.mark.usefixtures("llama")
+def test_products_in_fp8_are_refused_on_a_cpu_and_the_worker_loads_without(make_worker):
+    driver = WorkerDriver(make_worker())
+    driver.init_device()
+    wanted = config.CacheConfig(kv_cache_dtype="fp8", prompt_attention_dtype="fp8")
+    with pytest.raises(ConfigError, match="compute capability 9"):
+        driver.load_model("llama", cache=wanted)
+    driver.load_model("llama", cache=config.CacheConfig(kv_cache_dtype="fp8"))
 
 
 @pytest.mark.usefixtures("llama")
