@@ -13,25 +13,19 @@ replica that has lost a rank, or whose driver has ended, go on in the others.
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from typing import Final, TypeVar
 
 from rpc_schema.errors import WorkerDaemonError
-from worker_client.async_driver import (
-    MAX_REQUESTS,
-    AsyncDriver,
-    OpenDriver,
-    RequestGivenUp,
-    RequestProgress,
-    prepared,
-)
+from worker_client.async_driver import MAX_REQUESTS, AsyncDriver
 from worker_client.driver import Driver
+from worker_client.driver_thread import OpenDriver, RequestGivenUp
 from worker_client.errors import ReplacementFailed, config_error
 from worker_client.replicas.placement import ReplicaPlacement
-from worker_client.requests import GenerationRequest, RequestOutput
+from worker_client.request_stream import RequestProgress, RequestStream, streamed
+from worker_client.requests import GenerationRequest
 
 _LOG = logging.getLogger(__name__)
 
@@ -114,38 +108,40 @@ class DataParallelDriver:
         """Go on where pause() has stopped. Raises as it does."""
         await asyncio.gather(*(driver.resume() for driver in self.drivers))
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
         """Serve a request as AsyncDriver.generate does, on the replica that has the least to
         compute (placement.py). If that loses a rank or its driver ends, another one computes prompt
-        and known tokens again, and goes on with the same tokens. The request waits if no replica
-        has all its ranks.
+        and known tokens again, and goes on with the same tokens, at once: whether or not a reader
+        asks for more. The request waits if no replica has all its ranks.
 
         Raises:
             ReplacementFailed: no replica is left, or has got its successors in time.
             WorkerDaemonError: the error of the last of MAX_LOSSES losses in a row without a token
                 between them, or that of a replica if the drivers of all have ended.
         """
+        return streamed(request, self._serve)
+
+    async def _serve(self, request: GenerationRequest, stream: RequestStream) -> None:
+        """Serve a request, on one replica after the other, until it has ended."""
         name, num_losses = next(self._names), 0
-        request = replace(await prepared(request), id=request.id)  # one seed for all replicas
-        left: Mapping[str, RequestOutput | None] | None = None
         while True:
-            async with AsyncExitStack() as trial:
+            with ExitStack() as trial:
                 if num_losses == MAX_LOSSES - 1:
-                    await trial.enter_async_context(self._trial)
+                    await self._trial.acquire()
+                    trial.callback(self._trial.release)
+                    stream.on_tokens = trial.close
+                num_before = stream.num_tokens
                 chosen = self._placement.place(name, request, await self._whole_replicas())
                 try:
-                    async with aclosing(self.drivers[chosen].generate(request, left)) as progress:
-                        async for each in progress:
-                            if each.token_ids:
-                                num_losses = 0
-                                await trial.aclose()
-                            yield each
+                    await self.drivers[chosen].serve(request, stream)
                     return
                 except RequestGivenUp as given_up:
-                    left, num_losses = given_up.left, num_losses + 1
+                    num_losses = num_losses if stream.num_tokens == num_before else 0
+                    num_losses += given_up.has_begun
                     if num_losses == MAX_LOSSES:
                         raise given_up.reason from None
                 finally:
+                    stream.on_tokens = None
                     self._placement.remove(name)
 
     async def _whole_replicas(self) -> list[int]:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
 from rpc_schema.errors import WorkerDaemonError
-from worker_client.async_driver import AsyncDriver, RequestProgress
+from worker_client.async_driver import AsyncDriver
 from worker_client.driven_group import DrivenGroup
 from worker_client.driver import Driver
 from worker_client.driver_parts.registry import DriverOptions
@@ -35,6 +35,7 @@ from worker_client.inputs.tokenizer import TextBounds, Tokenizer, load_tokenizer
 from worker_client.replicas.driver import DataParallelDriver
 from worker_client.replicas.loras import Addition, check_same_adapter, choose_addition
 from worker_client.replicas.prefill_group import PrefillThread
+from worker_client.request_stream import RequestProgress
 from worker_client.requests import GenerationRequest, forked, seeded, with_adapter
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from worker_client.scheduler.drafting.payoffs import DraftingChange, log_change
