@@ -16,7 +16,13 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, Final, TypeVar
 
 from worker_client.driver import Driver
-from worker_client.driver_thread import DriverThread, OpenDriver, RequestGivenUp, ServedRequest
+from worker_client.driver_thread import (
+    DriverThread,
+    OpenDriver,
+    OtherDrivers,
+    RequestGivenUp,
+    ServedRequest,
+)
 from worker_client.errors import DriverClosed
 from worker_client.request_stream import MAX_UNIQUE_ID, RequestProgress, RequestStream, streamed
 from worker_client.requests import GenerationRequest
@@ -35,17 +41,16 @@ class AsyncDriver:
         open_driver: OpenDriver,
         *,
         max_requests: int = MAX_REQUESTS,
-        on_change: Callable[[], None] | None = None,
+        others: OtherDrivers | None = None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """max_requests: generate waits while so many requests are unfinished. on_change: called
-        when the group has lost a rank, when the rank has its successor, and when the driver has
-        ended. With it, requests are given up at a loss, if the scheduler can
-        (ContinuingScheduler); without, they wait for the successor."""
+        """max_requests: generate waits while so many requests are unfinished. others: requests are
+        given up at a loss, if the scheduler can (ContinuingScheduler); without, they wait for the
+        successor, as do calls. on_change: called when the group has lost a rank, when it serves
+        again, and when the driver has ended."""
         self._room = asyncio.Semaphore(max_requests)
         self._on_change = on_change
-        self._thread = DriverThread(
-            open_driver, self._end, None if on_change is None else self._note_loss
-        )
+        self._thread = DriverThread(open_driver, self._end, self._note_loss, others)
         self._loss: Exception | None = None
         self._served: set[ServedRequest] = set()
         self._calls: set[asyncio.Future[Any]] = set()
@@ -80,8 +85,8 @@ class AsyncDriver:
     @property
     def loss(self) -> Exception | None:
         """Error of a loss for which requests are given up, until it is made good: that of the rank,
-        or of its replacement, after which the next attempt follows, or with which the driver has
-        ended."""
+        or of its replacement or of what it has missed, after which the next attempt follows, or
+        with which the driver has ended."""
         return self._loss
 
     async def wait_ended(self) -> Exception:
@@ -104,10 +109,6 @@ class AsyncDriver:
         future.add_done_callback(self._calls.discard)
         self._thread.call(work, future)
         return await future
-
-    async def call_all(self, work: Callable[[Driver], T]) -> list[T]:
-        """Call a function with each driver, as DataParallelDriver.call_all does: there is one."""
-        return [await self.call(work)]
 
     async def pause(self) -> None:
         """Hold all requests, with their KV, until resume(): see Driver.pause. Returns once no step
@@ -162,20 +163,18 @@ class AsyncDriver:
                     self._thread.abort(served)
 
     def _note_loss(self, loss: Exception | None) -> None:
-        """Note a loss, or with None that it is made good. Requests that have not reached the thread
-        are given up too."""
+        """Note a loss, or with None that it is made good. Requests and calls that have not reached
+        the thread are given up too."""
         self._loss = loss
         if loss is not None:
             self._thread.give_up_untaken(loss)
-        assert self._on_change is not None, "otherwise nothing is given up"
         self._on_change()
 
     def _end(self, error: Exception) -> None:
         """Fail every request, and those to come."""
         if self._error is None:
             self._error = error
-        if self._on_change is not None:
-            self._on_change()
+        self._on_change()
         self._has_ended.set()
         for served in self._served:
             served.fail(self._error)

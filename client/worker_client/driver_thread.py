@@ -58,6 +58,18 @@ class ReportingScheduler(Protocol):
         prompt."""
 
 
+class OtherDrivers(Protocol):
+    """Those who go on with the requests of a driver while its group lacks a rank. They are told on
+    the driver's thread."""
+
+    def lose(self, error: Exception) -> None:
+        """Take note that it lacks a rank, or ends."""
+
+    def welcome(self, driver: Driver) -> None:
+        """Let it do what it has missed, after which it serves; raises a ClientError if that fails.
+        It is called again then."""
+
+
 class RequestGivenUp(ClientError):
     """A request cannot go on here, or not soon: its group has lost a rank, or its driver has
     ended. Another driver can continue it (RequestStream.left)."""
@@ -146,13 +158,19 @@ class DriverThread:
         self,
         open_driver: OpenDriver,
         on_end: Callable[[Exception], None],
-        on_loss: Callable[[Exception | None], None] | None,
+        on_loss: Callable[[Exception | None], None],
+        others: OtherDrivers | None,
     ) -> None:
         """on_end is called on the event loop with the error with which the thread ends, on_loss
-        with AsyncDriver.loss as it changes. None: no request is given up."""
+        with AsyncDriver.loss as it changes. others: None: no request is given up."""
         self._open_driver = open_driver
         self._on_end = on_end
         self._on_loss = on_loss
+        self._others = others
+        self._is_back = False
+        """The group has all its ranks again, but was not welcomed."""
+        self._welcome_at = 0.0
+        """Time of the next attempt."""
         self._commands: queue.SimpleQueue[_Add | _Abort | _Call | None] = queue.SimpleQueue()
         """None: stop."""
         self._thread: threading.Thread | None = None
@@ -183,13 +201,15 @@ class DriverThread:
         self._commands.put(_Abort(served))
 
     def give_up_untaken(self, loss: Exception) -> None:
-        """Give up the requests that the thread has not taken."""
+        """Give up the requests and the calls that the thread has not taken."""
         kept = []
         with contextlib.suppress(queue.Empty):
             while True:
                 command = self._commands.get_nowait()
                 if isinstance(command, _Add):
                     command.served.give_up(_GivenUp({}, loss))
+                elif isinstance(command, _Call):
+                    _resolve(command.future, None, loss)
                 else:
                     kept.append(command)
         for command in kept:
@@ -213,11 +233,15 @@ class DriverThread:
     def _run(self, loop: asyncio.AbstractEventLoop, ready: "asyncio.Future[None]") -> None:
         try:
             with self._open_driver() as driver, self._giving_up(driver, loop):
+                if self._others is not None:
+                    self._others.welcome(driver)
                 loop.call_soon_threadsafe(_resolve, ready, None, None)
                 while self._take_commands(driver):
                     updates = self._step(driver)
                     if updates:
                         loop.call_soon_threadsafe(_deliver, updates)
+                    if self._is_back:
+                        self._come_back(driver, loop)
                 self._abort_all(driver)
         except BaseException as error:  # every request ends with it
             reason = error if isinstance(error, Exception) else _ended_by(error)
@@ -228,14 +252,16 @@ class DriverThread:
     @contextlib.contextmanager
     def _giving_up(self, driver: Driver, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
         """Give all requests up whenever a daemon has died, and if the driver ends with an error."""
-        on_loss = self._on_loss
-        if on_loss is None:
+        others = self._others
+        if others is None:
             yield
             return
         recover = driver.recover
 
         def give_up(loss: Exception) -> None:
-            loop.call_soon_threadsafe(on_loss, loss)
+            self._is_back = False
+            others.lose(loss)
+            loop.call_soon_threadsafe(self._on_loss, loss)
             loop.call_soon_threadsafe(_deliver, self._give_up(driver, loss))
 
         def give_up_and_recover(died: WorkerDied) -> None:
@@ -243,9 +269,9 @@ class DriverThread:
             try:
                 recover(died)
             except ReplacementFailed as failed:
-                loop.call_soon_threadsafe(on_loss, failed)
+                loop.call_soon_threadsafe(self._on_loss, failed)
                 raise
-            loop.call_soon_threadsafe(on_loss, None)
+            self._is_back = True
 
         driver.recover = give_up_and_recover
         try:
@@ -256,6 +282,21 @@ class DriverThread:
             except Exception:  # of the scheduler: they end with the driver's error
                 _LOG.exception("giving up the requests of a driver that ends failed")
             raise
+
+    def _come_back(self, driver: Driver, loop: asyncio.AbstractEventLoop) -> None:
+        """Serve again, once what was missed is done, behind the steps in flight."""
+        assert self._others is not None, "it was lost"
+        if time.monotonic() < self._welcome_at or (driver.busy and not self._served):
+            return
+        try:
+            self._others.welcome(driver)
+        except ClientError as error:
+            _LOG.warning("%s", error)
+            self._welcome_at = time.monotonic() + LOOK_S
+            loop.call_soon_threadsafe(self._on_loss, error)
+            return
+        self._is_back = False
+        loop.call_soon_threadsafe(self._on_loss, None)
 
     def _give_up(self, driver: Driver, loss: Exception) -> list[_Update]:
         """Give up all requests that can go on elsewhere; return their last updates."""
@@ -370,7 +411,7 @@ class DriverThread:
         except InvalidSchedulerOutput as refusal:
             return updates + self._refuse_step(driver, refusal)
         except ReplacementFailed as failed:
-            if self._on_loss is None or self._served:
+            if self._others is None or self._served:
                 raise
             _LOG.warning("a daemon that died, whose requests go on elsewhere: %s", failed)
             time.sleep(LOOK_S)

@@ -248,7 +248,7 @@ class WorkerGroup:
             self.attachment,
             self._steps,
             self._state,
-            config,
+            self.weights.config or config,
             model,
             known.number if known is not None and known.identity.stamps else None,
             self.experts.finish_switches,
@@ -344,6 +344,7 @@ class WorkerGroup:
         model = loader.load(self.get_status())
         self._channel.links.step_deadline_s = deadline_s
         self._loaded = config, model
+        self.weights.config = None
         if not model.was_loaded:
             self.weights.learn(self.get_status())
             self.loras.forget()

@@ -2,69 +2,24 @@
 whatever it asks for. Real daemons: tests/e2e/test_lost_replicas.py."""
 
 import asyncio
-import contextlib
 import random
 import threading
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 
-from rpc_schema.config import ParallelConfig, WorkerConfig
 from tests.support.exhaustive import seeds
-from tests.support.fake_daemon import FakeDaemon, Fault, reference_tokens
+from tests.support.fake_daemon import Fault, reference_tokens
 from tests.support.waiting import PATIENCE_S
-from tests.unit.client.conftest import worker_config
 from tests.unit.client.test_data_parallel import follow, hold
 from worker_client.async_driver import AsyncDriver
-from worker_client.driver import Driver, give_up
+from worker_client.driver import give_up
 from worker_client.errors import ReplacementFailed, WorkerDied
 from worker_client.replicas.driver import MAX_LOSSES, DataParallelDriver
-from worker_client.replicas.group import DataParallelGroup
 from worker_client.requests import GenerationRequest, SamplingParams, forked
-from worker_client.scheduler import Scheduler, scheduler_limits
 
 STOPS = frozenset({7})
-
-
-@dataclass
-class Replicas:
-    """Replicas that are ready, and what becomes of their losses."""
-
-    daemons: list[FakeDaemon]
-    group: DataParallelGroup
-    loaded: list
-    config: WorkerConfig
-    schedulers: list[Scheduler] = field(default_factory=list)
-
-    def opening(self, recover):
-        """Functions that open the drivers; recover(replica, died) on their threads."""
-
-        @contextlib.contextmanager
-        def open_driver(replica, model):
-            scheduler = Scheduler(scheduler_limits(model, self.config))
-            self.schedulers.append(scheduler)
-            yield Driver(replica, scheduler, recover=lambda died: recover(replica, died))
-
-        pairs = zip(self.group.replicas, self.loaded, strict=True)
-        return [partial(open_driver, *pair) for pair in pairs]
-
-
-@pytest.fixture
-def replicas(fakes):
-    """Make so many replicas of one daemon each."""
-    with contextlib.ExitStack() as opened:
-
-        def make(count: int) -> Replicas:
-            daemons = fakes(count)
-            config = replace(worker_config(), parallel=ParallelConfig(data_parallel_size=count))
-            group = DataParallelGroup(daemons.endpoints, config.parallel)
-            opened.enter_context(group).attach()
-            return Replicas(daemons.daemons, group, group.prepare(config), config)
-
-        yield make
 
 
 @dataclass
