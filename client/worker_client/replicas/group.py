@@ -9,7 +9,7 @@ from typing import TypeVar
 from rpc_schema import lifecycle as lc
 from rpc_schema.config import ParallelConfig, WorkerConfig
 from rpc_schema.errors import WorkerDaemonError
-from worker_client.errors import config_error
+from worker_client.errors import WorkerDied, config_error
 from worker_client.group.attaching import LEASE_WAIT_S, attach_together
 from worker_client.group.loading import LoadedGroup
 from worker_client.group.replacement import REPLACE_WITHIN_S, ReplacementReport
@@ -171,6 +171,24 @@ class DataParallelGroup:
         for replica in self.replicas:
             replica.attachment.check_usable()
         return results_of(run_together([partial(operation, each) for each in self.replicas]))
+
+    def on_whole(self, operation: Callable[[WorkerGroup], ResultT]) -> list[ResultT]:
+        """Do one operation as on_all does, but without the replicas that have lost a rank, or lose
+        one meanwhile. Raises WorkerDied: no other is left."""
+
+        def unless_lost(replica: WorkerGroup) -> ResultT | WorkerDied:
+            try:
+                replica.attachment.check_usable()
+                return operation(replica)
+            except WorkerDied as died:
+                return died
+
+        outcomes = results_of(run_together([partial(unless_lost, e) for e in self.replicas]))
+        results = [each for each in outcomes if not isinstance(each, WorkerDied)]
+        losses = [each for each in outcomes if isinstance(each, WorkerDied)]
+        if not results:
+            raise losses[0]
+        return results
 
     def replace(
         self, rank: int, endpoint: str | None = None, within_s: float = REPLACE_WITHIN_S

@@ -156,7 +156,7 @@ class StandingOperations:
                     each.missed_by.add(place)
 
     def settle(
-        self, operation: ReplicaOperation[T], done: Mapping[int, "DoneIn[T]"]
+        self, operation: ReplicaOperation[T], done: Mapping[int, DoneIn[T]]
     ) -> dict[int, Exception] | None:
         """Let the missing replicas do an operation that the others have done, and return their
         errors; None if one that serves has not."""

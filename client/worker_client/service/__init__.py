@@ -9,5 +9,5 @@ chat.py         /v1/chat/completions (chat_*.py, tool_*.py); embeddings.py, scor
 health.py       probes and /metrics; metrics/: what is counted, and how it is called
 streaming.py    answers, whole or as server-sent events; errors.py: OpenAI's error object
 logprobs.py     log probabilities in the form of completions; token_texts.py; routed_experts.py
-launch.py       the served group; server.py: the process, its socket, signals and drain
+server.py       the process, its socket, signals and drain
 """

@@ -32,18 +32,18 @@ from worker_client.inputs.text_stream import StreamedText
 from worker_client.inputs.tokenizer import TextBounds, Tokenizer, load_tokenizer
 from worker_client.replicas.driver import DataParallelDriver
 from worker_client.replicas.loras import choose_addition
+from worker_client.replicas.opening import OpenedReplica, open_replicas
 from worker_client.replicas.operations import ReplicaOperations
 from worker_client.replicas.prefill_group import PrefillThread
 from worker_client.request_stream import RequestProgress
 from worker_client.requests import GenerationRequest, forked, seeded, with_adapter
-from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
+from worker_client.scheduler import RequestOutput, Scheduler
 from worker_client.scheduler.drafting.payoffs import DraftingChange, log_change
 from worker_client.scheduler.reference import OVERDUE
 from worker_client.scheduler_output import Experts, FullLogprob, Logprobs
 from worker_client.service.errors import HttpError, unknown_model
 from worker_client.service.fields import BodyFields
 from worker_client.service.generation_defaults import sampling_defaults
-from worker_client.service.launch import OpenedGroup, open_group, open_replicas
 from worker_client.service.metrics.counts import ServiceCounts
 from worker_client.service.operations import adapter_addition, adapter_removal
 from worker_client.service.prefill import opening_prefill
@@ -141,8 +141,7 @@ class Engine:
         self._served_as: dict[str, str] = {}
         """Such names that are not the adapter's own, by the latter."""
         self._settings = settings
-        self._opened: list[OpenedGroup] = []
-        """The groups of the replicas."""
+        self._opened: tuple[OpenedReplica, ...] = ()
         self._groups = contextlib.ExitStack()
         """Closes the groups of several replicas; a single one is its driver's."""
         self._is_ready = False
@@ -152,12 +151,14 @@ class Engine:
         self._threads = ThreadPoolExecutor(MAX_MAKING, "prompts")
 
     async def __aenter__(self) -> "Engine":
-        """Open the group, and add the adapters of the settings. Raises what open_group raises."""
+        """Open the group, and add the adapters of the settings. Raises what open_replicas
+        raises."""
         began = time.monotonic()
         try:
             if self.num_replicas > 1:
                 opening = open_replicas(self.plan, self._note_phase)
-                self._opened = await asyncio.to_thread(self._groups.enter_context, opening)
+                opened = await asyncio.to_thread(self._groups.enter_context, opening)
+                self._opened = opened.replicas
             await self.driver.__aenter__()
             try:
                 for adapter in self._settings.adapters:
@@ -214,24 +215,21 @@ class Engine:
         with contextlib.ExitStack() as stack:
             other = self._settings.prefill
             prefill = None if other is None else stack.enter_context(opening_prefill(other))
-            opened = stack.enter_context(open_group(self.plan, self._note_phase))
-            self._opened = [opened]
-            yield stack.enter_context(self._driving(opened, prefill))
+            self._opened = stack.enter_context(open_replicas(self.plan, self._note_phase)).replicas
+            yield stack.enter_context(self._driving(self._opened[0], prefill))
 
     def _open_replica(self, place: int) -> AbstractContextManager[Driver]:
         """Open the driver of one of several replicas, on its thread."""
         return self._driving(self._opened[place], None)
 
     @contextlib.contextmanager
-    def _driving(self, opened: OpenedGroup, prefill: PrefillThread | None) -> Iterator[Driver]:
-        plan, loaded = self.plan, opened.loaded
+    def _driving(self, opened: OpenedReplica, prefill: PrefillThread | None) -> Iterator[Driver]:
+        plan, metadata = self.plan, opened.loaded.metadata
         self.tokenizer.fit_context(self.max_model_len)
-        metadata = loaded.metadata
         grammars = open_grammars(plan.model.directory, metadata.vocab_size, metadata.eos_token_ids)
         with contextlib.closing(grammars):
-            limits = scheduler_limits(loaded, plan.config, max_itl_ms=plan.max_itl_ms)
             changed = self.note_drafting
-            scheduler = Scheduler(limits, self.tokenizer, on_drafting_change=changed)
+            scheduler = Scheduler(opened.limits, self.tokenizer, on_drafting_change=changed)
             if prefill is not None:
                 self.phase = "opening the prefill group"
                 prefill.wait_opened()
@@ -245,7 +243,7 @@ class Engine:
             self.inner.append(driver)
             yield driver
 
-    def _recover(self, opened: OpenedGroup, died: WorkerDied) -> None:
+    def _recover(self, opened: OpenedReplica, died: WorkerDied) -> None:
         self.counts.num_recoveries += 1
         opened.recover(died)
 

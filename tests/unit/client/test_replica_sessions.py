@@ -110,6 +110,22 @@ def test_requests_of_a_lost_replica_go_on_in_the_others(fakes, options_of, capsy
     assert "has ended, and the others go on" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("more", [(), ("--profile", "run")])
+def test_bench_measures_the_replicas_that_are_left(fakes, run, tmp_path, more):
+    found = fakes(2)
+    found.daemons[0].faults = [Fault(4, "die")]
+    words = ["--endpoints", ",".join(found.endpoints), "--model", tmp_path, "--replace-within", 0]
+    words += ["--input", tmp_path / "in.jsonl", "--data-parallel-size", 2, *more]
+    lines = [{"prompt_token_ids": [*range(length)], "max_tokens": 12} for length in range(1, 9)]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    code, out, errors = run("bench", *words, "--json")
+    assert code == 0, errors
+    result = json.loads(out)
+    assert (result["requests"], result["failed"]) == (8, 0)
+    assert len(result.get("traces", ())) == len(more) // 2
+    assert "replica 0 has ended" in errors
+
+
 def test_run_ends_once_no_replica_is_left(fakes, options_of):
     found = fakes(2)
     for daemon in found.daemons:
