@@ -23,7 +23,7 @@ from worker_client.driver_thread import (
     RequestGivenUp,
     ServedRequest,
 )
-from worker_client.errors import DriverClosed
+from worker_client.errors import DriverClosed, config_error
 from worker_client.request_stream import MAX_UNIQUE_ID, RequestProgress, RequestStream, streamed
 from worker_client.requests import GenerationRequest
 
@@ -47,7 +47,13 @@ class AsyncDriver:
         """max_requests: generate waits while so many requests are unfinished. others: requests are
         given up at a loss, if the scheduler can (ContinuingScheduler); without, they wait for the
         successor, as do calls. on_change: called when the group has lost a rank, when it serves
-        again, and when the driver has ended."""
+        again, and when the driver has ended. Raises ClientConfigError."""
+        given: object = open_driver
+        if not callable(given):
+            fix = "give a function that returns a context with a Driver"
+            raise config_error("open_driver", given, "it is no function", fix)
+        if type(max_requests) is not int or max_requests < 1:
+            raise config_error("max_requests", max_requests, "it is no count", "use at least 1")
         self._room = asyncio.Semaphore(max_requests)
         self._on_change = on_change
         self._thread = DriverThread(open_driver, self._end, self._note_loss, others)

@@ -49,9 +49,13 @@ class DataParallelDriver:
     def __init__(
         self, open_drivers: Sequence[OpenDriver], *, max_requests: int = MAX_REQUESTS
     ) -> None:
-        """max_requests: of one replica. Raises ClientConfigError: there is no replica."""
-        if not open_drivers:
-            raise config_error("open_drivers", [], "there is no replica", "give one function each")
+        """max_requests: of one replica. Raises ClientConfigError: there is no replica, or an
+        argument is wrong."""
+        given: object = open_drivers
+        if not isinstance(given, Sequence) or not given:
+            raise config_error(
+                "open_drivers", given, "there is no replica", "give one function each"
+            )
         standing = StandingOperations(len(open_drivers))
         self.drivers = tuple(
             AsyncDriver(

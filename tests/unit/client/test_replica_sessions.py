@@ -189,6 +189,24 @@ def test_replicas_that_lack_a_daemon_are_named(fakes, options_of):
         pass
 
 
+def test_commands_refuse_a_replica_with_another_model(fakes, run, tmp_path):
+    found = fakes(2)
+    own, other = tmp_path / "own", tmp_path / "other"
+    for path in (own, other):
+        path.mkdir()
+    (tmp_path / "in.jsonl").write_text('{"prompt_token_ids": [1, 2], "max_tokens": 12}')
+    words = ["--input", tmp_path / "in.jsonl", "--num-gpu-blocks", 256, "--block-size", 4]
+    both = ["--endpoints", ",".join(found.endpoints), "--data-parallel-size", 2, "--model", own]
+    assert run("generate", *words, "--endpoints", found.endpoints[1], "--model", other)[0] == 0
+    for command in ("generate", "bench"):
+        code, out, errors = run(command, *words, *both)
+        assert code and not out
+        for part in ("model.model", "/own' != '", "/other'", "--reload", found.endpoints[1]):
+            assert part in errors
+    assert [daemon.load for daemon in found.daemons] == ["CREATED", "READY"]
+    assert run("generate", *words, *both, "--reload")[0] == 0
+
+
 def test_endpoints_are_those_of_all_replicas(fakes, options_of):
     options = options_of(fakes(3), data_parallel_size=2)
     message = r"data_parallel_size 2 .* needs 2 daemons"
