@@ -23,6 +23,8 @@ ClientError
  |   +- WorkerShutsDown           a daemon ends in order, and refuses everything until then
  |   `- ReplicasMissing           replicas lack daemons: names each replica
  +- ReplacementFailed         no daemon took a lost rank's place
+ +- ReplicasDiffer            an operation has taken effect in some replicas only: names each
+ +- MissedOperationFailed     a replica is back, but cannot do what it has missed
  +- LinkGivenUp               links between the ranks failed too often in a row
  +- LaunchError               a local daemon did not become ready
  +- Unkillable                a local daemon's process does not end by SIGKILL
@@ -287,6 +289,33 @@ class ReplicasMissing(WorkerDied):
         self.by_replica = dict(by_replica)
         lacking = (f"replica {dp_rank} lacks {died}" for dp_rank, died in by_replica.items())
         self.args = ("\n".join(lacking),)
+
+
+class ReplicasDiffer(ClientError):
+    """An operation has taken effect in some replicas only, and could not be taken back. `states`
+    says of each replica whether it has done it."""
+
+    def __init__(self, operation: str, states: Mapping[int, str]) -> None:
+        self.states = dict(sorted(states.items()))
+        each = "; ".join(f"replica {place} {state}" for place, state in self.states.items())
+        super().__init__(
+            f"{operation}: replicas differ: {each}; fix: remove the cause of the refusal, and send "
+            "it again, or undo it in all"
+        )
+        self.operation = operation
+
+
+class MissedOperationFailed(ClientError):
+    """A replica has all its ranks again, but an operation fails that it has missed. It gets no
+    requests, and tries again."""
+
+    def __init__(self, replica: int, operation: str, error: Exception) -> None:
+        super().__init__(
+            f"replica {replica} is back, but cannot do what it has missed, {operation}: {error}; "
+            "it is tried again; fix: remove the cause, or undo the operation in all replicas"
+        )
+        self.replica = replica
+        self.operation = operation
 
 
 class LinkGivenUp(ClientError):

@@ -33,7 +33,13 @@ from worker_client.group.group_events import RankProgress as RankProgress
 from worker_client.group.kv_files import GroupKVFiles
 from worker_client.group.kv_transfers import GroupTransfers
 from worker_client.group.load_chain import LoadChain
-from worker_client.group.loading import LoadedGroup, Loader, check_config, group_limits
+from worker_client.group.loading import (
+    LoadedGroup,
+    Loader,
+    check_config,
+    check_fields,
+    group_limits,
+)
 from worker_client.group.loras import GroupLoras
 from worker_client.group.memory import GroupMemory
 from worker_client.group.outcomes import Failure, StepFuture, StepsInFlight
@@ -84,8 +90,9 @@ class WorkerGroup:
 
         Raises:
             ClientConfigError: the number of endpoints is not the group's size, one of them is
-                unusable, or there is no such replica.
+                unusable, or a size is, or there is no such replica.
         """
+        check_fields("parallel", parallel, ParallelConfig)
         place = _replica_place(parallel, dp_rank)
         parsed = parse_endpoints(endpoints, parallel, keys, parallel.replicas_in_step)
         self.parallel = parallel
@@ -248,7 +255,7 @@ class WorkerGroup:
             self.attachment,
             self._steps,
             self._state,
-            config,
+            self.weights.config or config,
             model,
             known.number if known is not None and known.identity.stamps else None,
             self.experts.finish_switches,
@@ -344,6 +351,7 @@ class WorkerGroup:
         model = loader.load(self.get_status())
         self._channel.links.step_deadline_s = deadline_s
         self._loaded = config, model
+        self.weights.config = None
         if not model.was_loaded:
             self.weights.learn(self.get_status())
             self.loras.forget()
@@ -584,6 +592,10 @@ def parse_endpoints(
 ) -> list[Endpoint]:
     """Return the endpoints of the ranks of so many replicas. field: what has named them. Raises
     ClientConfigError as WorkerGroup does."""
+    given: object = endpoints
+    is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes)
+    if not is_list or not all(isinstance(each, str) for each in endpoints):
+        raise config_error(field, given, "these are no endpoints", "give a list of texts")
     needed = num_replicas * parallel.world_size
     if len(endpoints) != needed:
         replicas = f"data_parallel_size {num_replicas} x " if num_replicas > 1 else ""

@@ -253,7 +253,7 @@ def test_a_service_rebalances_between_its_steps(daemons, skewed):
     decode = Tokenizer.from_file(str(skewed.path / "tokenizer.json")).decode
     endpoints = daemons.endpoints(2)
     with service_app(skewed.path, config, endpoints, eplb_step_interval=3) as service:
-        text, call = decode(skewed.greedy(prompt.tolist(), TOKENS)), service.context.engine.call_all
+        text, call = decode(skewed.greedy(prompt.tolist(), TOKENS)), service.context.engine.ask
 
         def have_switched():
             (choice,) = service.ok("/v1/completions", body)["choices"]

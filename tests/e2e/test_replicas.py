@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from examples.lora_adapter import write_adapter
 from rpc_schema.codec import decode_step, encode_step
-from rpc_schema.errors import ConfigError, FencedError
+from rpc_schema.config import LoraConfig
+from rpc_schema.errors import ConfigError, FencedError, WorkerError
 from tests.support.driving import random_cases
 from tests.support.forked_daemons import ForkedDaemons
 from tests.support.replicated_driver import Plan, ReplicaPlan, run_and_die
@@ -23,6 +25,7 @@ from tests.support.waiting import wait_until
 from worker_client.driver import Driver
 from worker_client.errors import StepFailed, WorkerDied
 from worker_client.group.group_channel import Links
+from worker_client.launcher import serve_command
 from worker_client.replicas.group import DataParallelGroup
 from worker_client.replicas.lockstep import LockstepScheduler
 from worker_client.scheduler import Scheduler, scheduler_limits
@@ -153,6 +156,54 @@ def test_replicas_that_hold_different_weights_read_them_again(open_replicas, che
     loaded = group.prepare(config, num_gpu_blocks=NUM_BLOCKS)
     assert [replica.weights.version.number for replica in group.replicas] == [8, 8]
     assert all(model.was_loaded for model in loaded)
+
+
+@pytest.mark.parametrize("lacking", ["model", "kv_files"])
+def test_replica_that_lacks_what_the_model_needs_is_named(checkpoint, tmp_path, cases, lacking):
+    """Nothing is left half-loaded, and the next driver is served."""
+    path = checkpoint().path
+    config, own = worker_config(path), config_of(path)
+    root = tmp_path if lacking == "model" else path.parent
+    if lacking == "kv_files":
+        config = replace(
+            config, cache=replace(config.cache, kv_files=True, kv_host_memory_bytes=1 << 20)
+        )
+    with_files = serve_command("--model-root", str(path.parent), "--kv-file-dir", str(tmp_path))
+    with (
+        ForkedDaemons(["cpu"], path.parent, command=with_files) as one,
+        ForkedDaemons(["cpu"], root) as other,
+    ):
+        endpoints = one.endpoints + other.endpoints
+        with DataParallelGroup(endpoints, config.parallel) as group:
+            group.attach()
+            with pytest.raises(WorkerError, match=r"fix|root") as caught:
+                group.prepare(config, num_gpu_blocks=NUM_BLOCKS)
+            assert caught.value.rank == 1 and endpoints[1] in str(caught.value)
+            assert group.get_status()[1].load == "CREATED"
+        with WorkerGroup(one.endpoints, own.parallel) as group:
+            group.attach(wait_for_lease_s=0.0)
+            loaded = group.prepare(own, num_gpu_blocks=NUM_BLOCKS, reload=True)
+            assert generate(group, loaded, cases[0].requests).tokens == cases[0].expected
+
+
+def test_adapter_that_one_replica_lacks_is_in_none(checkpoint, tmp_path, cases):
+    path = checkpoint().path
+    write_adapter(path, tmp_path / "lent", rank=4, seed=1)
+    config = replace(worker_config(path), lora=LoraConfig(max_loras=1))
+    with (
+        ForkedDaemons(["cpu"], path.parent, lora_root=tmp_path) as one,
+        ForkedDaemons(["cpu"], path.parent) as other,
+        DataParallelGroup(one.endpoints + other.endpoints, config.parallel) as group,
+    ):
+        group.attach()
+        loaded = group.prepare(config, num_gpu_blocks=NUM_BLOCKS)
+        with pytest.raises(WorkerError, match="lora-root") as caught:
+            group.loras.add("lent")
+        assert caught.value.rank == 1
+        for replica, model, own in zip(group.replicas, loaded, cases, strict=True):
+            assert not replica.loras.known
+            assert not any(reply.adapters for reply in replica.loras.list_by_rank())
+            assert generate(replica, model, own.requests).tokens == own.expected
 
 
 def test_daemon_takes_neither_links_nor_steps_of_another_replica(open_replicas, checkpoint, cases):

@@ -160,7 +160,7 @@ def test_server_that_a_shutdown_kept_from_sleep_answers_as_before(
     with service_app(model.path, config, endpoints, **options) as service:
 
         def serving():
-            call = service.context.engine.call_all
+            call = service.context.engine.ask
             work = call(lambda driver: driver.group.get_status()[1].serving)
             return service.runner.run(work)[0]
 

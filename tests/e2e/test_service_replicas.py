@@ -1,12 +1,14 @@
 """The server with two replicas, one of which is killed: its requests go on in the other with the
-same tokens, and what administrators do is done to both."""
+same tokens, and what administrators do is done to both, to a lost one once it is back."""
 
 import asyncio
 import contextlib
 import random
 
 import httpx2
+import numpy as np
 import pytest
+import safetensors.numpy
 from msgspec.structs import replace
 
 from examples.lora_adapter import write_adapter
@@ -33,6 +35,19 @@ def model(model_root):
     path = model_root / "replicated"
     make_demo_model(path)
     write_adapter(path, model_root / "lent", rank=4, seed=2)
+    return path
+
+
+@pytest.fixture(scope="module")
+def other_weights(model, model_root):
+    """A checkpoint of the same model with other weights."""
+    path, rng = model_root / "other-weights", np.random.default_rng(3)
+    make_demo_model(path)
+    file = path / "model.safetensors"
+    weights = safetensors.numpy.load_file(file)
+    for each in weights.values():
+        each += rng.normal(0, 0.2 * each.std(), each.shape).astype(each.dtype)
+    safetensors.numpy.save_file(weights, file, {"format": "pt"})
     return path
 
 
@@ -138,15 +153,78 @@ def test_requests_go_on_and_administrators_reach_both_replicas(daemons, model, m
             assert await asked == before[:4]
 
             assert await ok(client, "/sleep", {}) == {"is_sleeping": True}
-            statuses = await engine.call_all(lambda driver: driver.group.get_status())
+            statuses = await engine.ask(lambda driver: driver.group.get_status())
             assert {each.memory_tags["weights"] for own in statuses for each in own} == {"asleep"}
             assert await ok(client, "/wake_up", {}) == {"is_sleeping": False}
             version = (await ok(client, "/update_weights", {}))["version"]
-            versions = await engine.call_all(lambda driver: driver.group.weights.version.number)
+            versions = await engine.ask(lambda driver: driver.group.weights.version.number)
             assert versions == [version] * 2
             assert await texts_of(client, bodies[:4]) == before[:4]
             await ok(client, "/v1/unload_lora_adapter", {"lora_name": "lent"})
-            known = await engine.call_all(lambda driver: [*driver.group.loras.known])
+            known = await engine.ask(lambda driver: [*driver.group.loras.known])
             assert known == [[], []]
+
+    asyncio.run(main())
+
+
+def test_what_a_lost_replica_misses_is_done_before_it_serves(daemons, model, other_weights):
+    endpoints, rng = daemons.endpoints(2), random.Random()
+    lost = rng.randrange(2)
+
+    async def main():
+        async with serving(model, endpoints) as (engine, client):
+            own = engine.driver.drivers[lost]
+
+            async def is_lost():
+                return own.loss is not None
+
+            async def is_back():
+                return own.loss is None
+
+            async def changed(path, body=None):
+                """An answer without the lost replica."""
+                answer = await ok(client, path, body or {})
+                assert [*answer.pop("missing_replicas")] == [str(lost)]
+                return answer
+
+            bodies = [*random_bodies(rng, "demo", "lent")]
+            await ok(client, "/v1/load_lora_adapter", {"lora_name": "lent"})
+            before = await texts_of(client, bodies)
+            await ok(client, "/v1/unload_lora_adapter", {"lora_name": "lent"})
+            daemons.kill(lost)
+            await until(is_lost)
+            await changed("/v1/load_lora_adapter", {"lora_name": "lent"})
+            assert await texts_of(client, bodies) == before
+            assert await changed("/sleep") == {"is_sleeping": True}
+            assert await changed("/wake_up") == {"is_sleeping": False}
+            version = (await changed("/update_weights", {"path": str(other_weights)}))["version"]
+            after = await texts_of(client, bodies)
+            assert after != before
+            assert await changed("/pause") == {"is_paused": True}
+            daemons.restart_dead()
+            await until(is_back)
+            assert await ok(client, "/is_paused") == {"is_paused": True}
+            asked = asyncio.create_task(texts_of(client, bodies))
+            await asyncio.sleep(0.1)
+            assert not asked.done()
+            await ok(client, "/resume", {})
+            assert await asked == after
+            versions = await engine.ask(lambda driver: driver.group.weights.version.number)
+            assert versions == [version] * 2
+
+            daemons.kill(lost)  # its successor reads the new weights, and has the adapter
+            await until(is_lost)
+            daemons.restart_dead()
+            await until(is_back)
+            assert await texts_of(client, bodies) == after
+            assert await ok(client, "/sleep", {}) == {"is_sleeping": True}
+            daemons.kill(lost)
+            await until(is_lost)
+            daemons.restart_dead()
+            await until(is_back)
+            statuses = await engine.ask(lambda driver: driver.group.get_status())
+            assert {each.memory_tags["weights"] for own in statuses for each in own} == {"asleep"}
+            assert await ok(client, "/wake_up", {}) == {"is_sleeping": False}
+            assert await texts_of(client, bodies) == after
 
     asyncio.run(main())

@@ -3,8 +3,12 @@
 import os
 from enum import StrEnum
 from pathlib import Path
+from typing import Final
 
+from rpc_schema.config import ParallelConfig
 from worker_client.errors import config_error
+
+MAX_LOCAL_RANKS: Final = 256
 
 
 class Device(StrEnum):
@@ -46,9 +50,19 @@ def chosen_devices(device: Device, gpus: str | None) -> list[str]:
     return cuda_devices()
 
 
-def default_devices(device: Device, num_ranks: int) -> tuple[str, ...]:
-    """Return the device of each rank's daemon where none was chosen: GPUs in order, or the CPU."""
-    cuda = device is Device.CUDA
+def default_devices(device: Device, parallel: ParallelConfig) -> tuple[str, ...]:
+    """Return the device of each rank's daemon where none was chosen: GPUs in order, or the CPU.
+    Raises ClientConfigError: they are too many."""
+    cuda, num_ranks = device is Device.CUDA, parallel.world_size_across_dp
+    if num_ranks > MAX_LOCAL_RANKS:
+        sizes = (
+            parallel.data_parallel_size,
+            parallel.pipeline_parallel_size,
+            parallel.tensor_parallel_size,
+        )
+        problem = f"one host has no devices for {num_ranks} ranks"
+        fix = f"use at most {MAX_LOCAL_RANKS}, or --endpoints of daemons on several hosts"
+        raise config_error("parallel", sizes, problem, fix)
     return tuple(f"cuda:{index}" if cuda else "cpu" for index in range(num_ranks))
 
 

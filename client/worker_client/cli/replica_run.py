@@ -14,24 +14,23 @@ from worker_client.cli.handover import Handover
 from worker_client.cli.input_adapters import with_adapters
 from worker_client.cli.input_request import InputRequest
 from worker_client.cli.run_options import RunOptions
-from worker_client.driver import Driver, Recover
+from worker_client.driver import Driver
 from worker_client.driver_parts.live_requests import GivenUpRequest
 from worker_client.driver_parts.registry import DriverOptions
 from worker_client.errors import RequestError, WorkerDied
 from worker_client.group.adoption import AdoptedRequest
-from worker_client.group.loading import LoadedGroup
 from worker_client.inputs.host_tensor import HostTensor
 from worker_client.inputs.request_fields import flat
 from worker_client.inputs.tokenizer import Tokenizer
 from worker_client.replicas.driver import MAX_LOSSES
+from worker_client.replicas.opening import OpenedReplica
 from worker_client.requests import RequestOutput
-from worker_client.scheduler import Scheduler, scheduler_limits
+from worker_client.scheduler import Scheduler
 from worker_client.scheduler_output import StepResult
 from worker_client.structured.masked_steps import CompiledGrammars
 from worker_client.structured.opening import open_grammars
 from worker_client.tracing.run_times import RequestTiming, StepTiming
 from worker_client.tracing.token_times import TokenTimes
-from worker_client.worker_group import WorkerGroup
 from worker_host.draft_counts import DraftCounts
 
 OnOutcome: TypeAlias = Callable[[str, RequestOutput | str], None]
@@ -67,11 +66,8 @@ class Stopped(Exception):
 class Replica:
     """A loaded replica, ready to serve on a thread."""
 
-    group: WorkerGroup
-    model: LoadedGroup
+    opened: OpenedReplica
     options: RunOptions
-    recover: Recover
-    """Reaction to the death of a daemon."""
     tokenizer: Tokenizer | None
     """The model's tokenizer, for stop strings."""
 
@@ -94,7 +90,7 @@ class Replica:
         )
         if not asked and not any(extension_of(e.extensions, StructuredOutput) for e in adopted):
             return None
-        metadata = self.model.metadata
+        metadata = self.opened.loaded.metadata
         return open_grammars(
             self.options.plan.model.directory, metadata.vocab_size, metadata.eos_token_ids
         )
@@ -128,25 +124,24 @@ class ServingReplica:
         is_stopped: Callable[[], bool],
     ) -> None:
         plan = replica.options.plan
-        self._replica = replica
+        self._opened = replica.opened
         self._run = run
         self._place = place
         self._is_stopped = is_stopped
-        limits = scheduler_limits(replica.model, plan.config, max_itl_ms=plan.max_itl_ms)
-        self._scheduler = Scheduler(limits, replica.tokenizer)
+        self._scheduler = Scheduler(self._opened.limits, replica.tokenizer)
         self._driver = Driver(
-            replica.group,
+            self._opened.group,
             self._scheduler,
             self._on_result,
             max_history=None,
-            recover=replica.recover if run.handover.is_alone else self._give_up_and_recover,
+            recover=self._opened.recover if run.handover.is_alone else self._give_up_and_recover,
             options=DriverOptions(
                 grammars,
                 keeps_prefixes=not run.is_measured,
                 eplb_step_interval=plan.eplb_step_interval,
             ),
         )
-        every = with_adapters(replica.group, plan.config.lora, run.inputs)
+        every = with_adapters(self._opened.group, plan.config.lora, run.inputs)
         self._known = {entry.id: entry for entry in every}
         """The requests of all replicas, as this one takes them."""
         self._began = time.monotonic()
@@ -233,7 +228,7 @@ class ServingReplica:
 
     def _give_up_and_recover(self, died: WorkerDied) -> None:
         self._give_up(died)
-        self._replica.recover(died)
+        self._opened.recover(died)
         self._run.handover.come_back(self._place)
 
     def _give_up(self, loss: Exception) -> None:

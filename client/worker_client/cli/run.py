@@ -30,7 +30,7 @@ from worker_client.errors import config_error
 from worker_client.group.adoption import AdoptedRequest
 from worker_client.group.expert_loads import loads_by_layer
 from worker_client.inputs.tokenizer import TextBounds, Tokenizer, load_tokenizer
-from worker_client.worker_group import RankProgress, parse_endpoints
+from worker_client.worker_group import RankProgress, WorkerGroup, parse_endpoints
 from worker_host.plain_text import printable
 
 AsJson = Annotated[
@@ -114,13 +114,16 @@ def _measure(
 ) -> tuple[Served, JsonObject]:
     group = session.group
     daemons = [client.endpoint.control for own in group.replicas for client in own.clients]
-    before = loads_by_layer(group.get_status())
+    before = group.get_status()
     with Scrape(daemons if scraped else (), session.options.plan.keys) as scrape:
         if profile is not None:
             served, traces = session.serve_profiled(inputs, profile)
         else:
             served, traces = session.serve(inputs, measured=True), []
-    result = bench_object(served, group.get_status(), before, request_rate)
+    after = [each for own in group.on_whole(WorkerGroup.get_status) for each in own]
+    ranks = {status.rank for status in after}  # without those of lost replicas
+    loads_before = loads_by_layer([status for status in before if status.rank in ranks])
+    result = bench_object(served, after, loads_before, request_rate)
     result["statuses_scraped"] = scrape.num_statuses
     if profile is not None:
         result["traces"] = traces

@@ -105,7 +105,7 @@ def build_run_options(**values: Any) -> RunOptions:
         model=found,
         config=config,
         endpoints=endpoints,
-        devices=() if endpoints else default_devices(device, config.parallel.world_size_across_dp),
+        devices=() if endpoints else default_devices(device, config.parallel),
         keys=keys,
         lora_root=loras.lora_root,
         draft=draft,

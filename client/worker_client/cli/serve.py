@@ -45,7 +45,11 @@ def _choose_size(values: dict[str, Any]) -> None:
     if values["endpoints"] is None and values["tensor_parallel_size"] is None:
         found = chosen_devices(values["device"] or default_device(), values["gpus"])
         num_others = values["pipeline_parallel_size"] * values["data_parallel_size"]
-        values["tensor_parallel_size"] = max(1, len(found) // num_others)
+        values["tensor_parallel_size"], left = divmod(max(len(found), num_others), num_others)
+        if left and values["gpus"] is not None:
+            problem = f"{len(found)} GPUs cannot be shared out evenly to {num_others} stages"
+            fix = f"name a multiple of {num_others} GPUs, or give --tensor-parallel-size"
+            raise config_error("gpus", values["gpus"], problem, fix)
 
 
 @functools.partial(takes_run_options, without=NOT_SERVED, complete=_choose_size)

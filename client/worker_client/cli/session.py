@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,20 +24,18 @@ from worker_client.cli.input_request import InputRequest as InputRequest
 from worker_client.cli.replica_run import OnOutcome, Replica, Served, SharedRun
 from worker_client.cli.run_options import RunOptions
 from worker_client.driven_group import DrivenGroup
-from worker_client.driver import Recover, give_up
+from worker_client.driver import give_up
 from worker_client.errors import (
     RequestError,
-    WorkerDied,
     config_error,
     request_error,
 )
 from worker_client.group.adoption import AdoptedRequest
-from worker_client.group.loading import LoadedGroup
 from worker_client.inputs.request_checks import validated
 from worker_client.inputs.request_parser import RequestParser
 from worker_client.inputs.tokenizer import Tokenizer
-from worker_client.launcher import LocalDaemons
 from worker_client.replicas.group import DataParallelGroup
+from worker_client.replicas.opening import OpenedReplicas, open_replicas
 from worker_client.requests import GenerationRequest, forked
 from worker_client.scheduler import RequestOutput
 from worker_client.tracing.run_times import RequestTiming
@@ -50,9 +48,7 @@ from worker_host.draft_counts import DraftCounts
 class Session:
     """A loaded model, ready to serve on all replicas."""
 
-    group: DataParallelGroup
-    models: Sequence[LoadedGroup]
-    """Result of prepare() for each replica."""
+    opened: OpenedReplicas
     options: RunOptions
     startup_s: dict[str, float]
     """Durations of phases, from process start until ready."""
@@ -60,15 +56,18 @@ class Session:
     """time.monotonic() when this process started."""
     ready: float
     """time.monotonic() when the group was ready to serve."""
-    recover: Sequence[Recover]
-    """Each replica's reaction to the death of a daemon."""
     tokenizer: Tokenizer | None = None
     """The model's tokenizer, for stop strings."""
 
     @property
+    def group(self) -> DataParallelGroup:
+        """All replicas."""
+        return self.opened.group
+
+    @property
     def max_model_len(self) -> int:
         """Longest context that all replicas take."""
-        return min(model.max_model_len for model in self.models)
+        return self.opened.max_model_len
 
     def adopt_requests(self) -> list[AdoptedRequest]:
         """Return the requests that an earlier driver has left on all replicas."""
@@ -92,8 +91,8 @@ class Session:
             with one_at_a_time:
                 on_outcome(req_id, outcome)
 
-        parts = zip(self.group.replicas, self.models, self.recover, strict=True)
-        replicas = [Replica(*part[:2], self.options, part[2], self.tokenizer) for part in parts]
+        opened = self.opened.replicas
+        replicas = [Replica(each, self.options, self.tokenizer) for each in opened]
         handover = Handover(len(replicas))
         run = SharedRun(
             inputs,
@@ -128,7 +127,7 @@ class Session:
                     recording.push(starting.pop_all())
             served = self.serve(inputs, measured=True)
             recording.pop_all()
-        stopped = self.group.on_all(lambda replica: replica.profiling.stop())
+        stopped = self.group.on_whole(lambda replica: replica.profiling.stop())
         return served, [reply.file for replies in stopped for reply in replies]
 
     def _joined(self, served: Sequence[Served]) -> Served:
@@ -202,62 +201,20 @@ def open_session(
     local daemon includes the end of its log, which is deleted.
     """
     plan = options.plan
-    with contextlib.ExitStack() as stack:
-        began = time.monotonic()
-        process_started = began - _process_age_s()
-        startup_s = {"client": began - process_started}
-        endpoints = plan.endpoints
-        daemons: LocalDaemons | None = None
-        if not endpoints:
-            download_weights(plan)
-            daemons = stack.enter_context(plan.start_daemons())
-            stack.enter_context(daemons.naming_causes())
-            endpoints = tuple(daemons.endpoints)
-            startup_s |= daemons.seconds
-        launched = time.monotonic()
-        group = stack.enter_context(DataParallelGroup(endpoints, plan.config.parallel, plan.keys))
-        group.attach(force=plan.force, keep_requests=keep_requests, wait_s=plan.wait_s)
-        startup_s["attach"] = time.monotonic() - launched
-        models = group.prepare(
-            plan.config,
-            num_gpu_blocks=plan.num_gpu_blocks,
-            fit_max_model_len=plan.fit_max_model_len,
-            reload=plan.reload,
-            content=plan.model.content,
-            on_progress=on_progress,
-        )
-        for phase in {phase: None for model in models for phase in model.seconds}:
-            startup_s[phase] = max(model.seconds.get(phase, 0.0) for model in models)
-        ready = time.monotonic()
-        restarting = threading.Lock()
-        recover = [_recovery(options, own, daemons, restarting) for own in group.replicas]
-        yield Session(group, models, options, startup_s, process_started, ready, recover, tokenizer)
+    began = time.monotonic()
+    process_started = began - _process_age_s()
+    if not plan.endpoints:
+        download_weights(plan)
+    with open_replicas(plan, on_progress, keep_requests=keep_requests) as opened:
+        if not (plan.replace_within_s if plan.endpoints else options.restart):
+            lasting = (replace(each, recover=give_up) for each in opened.replicas)
+            opened = replace(opened, replicas=tuple(lasting))
+        startup_s = {"client": began - process_started, **opened.seconds}
+        yield Session(opened, options, startup_s, process_started, time.monotonic(), tokenizer)
         if plan.endpoints:
             # The run is complete. Where this fails, the lease ends by itself.
             with contextlib.suppress(WorkerDaemonError):
-                group.detach()
-
-
-def _recovery(
-    options: RunOptions,
-    group: WorkerGroup,
-    daemons: LocalDaemons | None,
-    restarting: threading.Lock,
-) -> Recover:
-    """Return a replica's reaction to a dead daemon: wait until it is restarted, or restart it.
-    restarting: held while local daemons are restarted."""
-    within_s = options.plan.replace_within_s
-    if not (within_s if daemons is None else options.restart):
-        return give_up
-
-    def recover(died: WorkerDied) -> None:
-        if daemons is None:
-            group.replace(died.rank, None, within_s)
-            return
-        with restarting, daemons.kept_alive():
-            group.replace(died.rank, None, within_s)
-
-    return recover
+                opened.group.detach()
 
 
 def _process_age_s() -> float:

@@ -122,21 +122,34 @@ def check_model(config: ModelConfig) -> None:
         raise config_error(*fault)
 
 
+def check_kind(name: str, value: object, kind: type[object]) -> None:
+    """Raise ClientConfigError for a value of another type."""
+    if not isinstance(value, kind):
+        raise config_error(name, value, "the type is wrong", f"give a {kind.__name__}")
+
+
+def check_fields(section: str, part: msgspec.Struct, kind: type[msgspec.Struct]) -> None:
+    """Raise ClientConfigError for a section of a configuration, which must be of a type, with a
+    value that no message can carry."""
+    check_kind(section, part, kind)
+    for entry in msgspec.structs.fields(kind):
+        value = getattr(part, entry.name)
+        try:
+            msgspec.convert(value, entry.type)
+        except msgspec.ValidationError as error:
+            problem = "the value is not allowed"
+            raise config_error(f"{section}.{entry.name}", value, problem, str(error)) from None
+
+
 def check_config(config: WorkerConfig) -> None:
     """Check every field against the schema, which itself checks only when it decodes.
 
     Raises:
         ClientConfigError: a value that no message can carry, or settings that exclude each other.
     """
-    for section in WorkerConfig.__struct_fields__:
-        part: msgspec.Struct = getattr(config, section)
-        for entry in msgspec.structs.fields(part):
-            value = getattr(part, entry.name)
-            try:
-                msgspec.convert(value, entry.type)
-            except msgspec.ValidationError as error:
-                problem = "the value is not allowed"
-                raise config_error(f"{section}.{entry.name}", value, problem, str(error)) from None
+    check_kind("config", config, WorkerConfig)
+    for entry in msgspec.structs.fields(WorkerConfig):
+        check_fields(entry.name, getattr(config, entry.name), entry.type)
     check_model(config.model)
     check_speculative(config.speculative)
     deadline_ms = config.scheduler.step_deadline_ms
@@ -186,6 +199,34 @@ def config_differences(
     return config.differing_fields(loaded)
 
 
+def check_same_config(
+    config: WorkerConfig,
+    statuses: Sequence[Status],
+    first_rank: int = 0,
+    num_gpu_blocks: int | None = None,
+    *,
+    state_checkpoints: bool = True,
+) -> None:
+    """Raise ConfigMismatchError if one of a group's daemons is ready with another configuration.
+    statuses: of the daemons, by rank from first_rank on; the rest is as in Loader."""
+    ready = [status for status in statuses if status.load == "READY"]
+    differences: dict[str, None] = {}
+    is_whole = len(ready) == config.parallel.group_size
+    is_read_again = is_whole and _must_read_again(ready)
+    for rank, status in enumerate(ready, first_rank):
+        own = config_differences(config, status, any_directory=is_read_again)
+        differences.update(dict.fromkeys(own))
+        if status.rank != rank and is_whole:
+            differences[f"rank of {status.endpoint}: {rank} != {status.rank}"] = None
+        blocks = status.kv_cache.num_blocks if status.kv_cache is not None else None
+        if num_gpu_blocks not in (None, blocks):
+            differences[f"num_gpu_blocks: {num_gpu_blocks} != {blocks}"] = None
+        if not state_checkpoints and status.kv_cache and status.kv_cache.checkpoint_blocks:
+            differences["state_checkpoints: False != True"] = None
+    if differences:
+        raise ConfigMismatchError(list(differences))
+
+
 @dataclass(slots=True)
 class Loader:
     """Makes an attached group without steps in flight ready to serve a configuration, once."""
@@ -229,7 +270,13 @@ class Loader:
         """
         ready = [status for status in statuses if status.load == "READY"]
         if not self.reload:
-            self._check_same(ready)
+            check_same_config(
+                self.config,
+                statuses,
+                self.first_rank,
+                self.num_gpu_blocks,
+                state_checkpoints=self.state_checkpoints,
+            )
             if len(ready) == len(statuses):
                 return self._resume(statuses)
         if self._reset(statuses) == "CREATED":
@@ -243,23 +290,6 @@ class Loader:
             self.load_chain.compile_or_warm_up_model()
         metadata = self.load_chain.get_model_metadata()[self.output_place]
         return LoadedGroup(metadata, max_model_len, kv_cache, False, self.clock.seconds)
-
-    def _check_same(self, statuses: Sequence[Status]) -> None:
-        differences: dict[str, None] = {}
-        is_whole = len(statuses) == self.config.parallel.group_size
-        is_read_again = is_whole and _must_read_again(statuses)
-        for rank, status in enumerate(statuses, self.first_rank):
-            own = config_differences(self.config, status, any_directory=is_read_again)
-            differences.update(dict.fromkeys(own))
-            if status.rank != rank and is_whole:
-                differences[f"rank of {status.endpoint}: {rank} != {status.rank}"] = None
-            blocks = status.kv_cache.num_blocks if status.kv_cache is not None else None
-            if self.num_gpu_blocks not in (None, blocks):
-                differences[f"num_gpu_blocks: {self.num_gpu_blocks} != {blocks}"] = None
-            if not self.state_checkpoints and status.kv_cache and status.kv_cache.checkpoint_blocks:
-                differences["state_checkpoints: False != True"] = None
-        if differences:
-            raise ConfigMismatchError(list(differences))
 
     def _resume(self, statuses: Sequence[Status]) -> LoadedGroup:
         if self.needs_relink:

@@ -8,6 +8,7 @@ from typing import Final, Literal, TypeAlias
 
 from rpc_schema import lifecycle as lc
 from rpc_schema import weight_transfer as wt
+from rpc_schema.config import WorkerConfig
 from rpc_schema.errors import WorkerError
 from rpc_schema.identity import first_difference
 from worker_client.errors import config_error
@@ -59,6 +60,9 @@ class GroupWeights:
         self.version: WeightsVersion | None = None
         """Version of the weights when all ranks were last known to have the same ones, and all of
         them. None before they are loaded."""
+        self.config: WorkerConfig | None = None
+        """Configuration of the ranks since the last reload, which names its files; None: there was
+        none."""
         self.on_version: Callable[[WeightsVersion], None] | None = None
         """Called with each new version before a step can run with it; must not call the group. The
         newest driver of the group sets it."""
@@ -256,7 +260,9 @@ class GroupWeights:
             if not before:  # usually refused before the first byte
                 self._learn_refused()
             raise
-        self.learn(self._channel.daemons.get_status())
+        statuses = self._channel.daemons.get_status()
+        self.learn(statuses)
+        self.config = statuses[0].config
         self.recomputation.begin(self._planned_step())
         return replies
 

@@ -13,29 +13,29 @@ replica that has lost a rank, or whose driver has ended, go on in the others.
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
-from rpc_schema.errors import WorkerDaemonError
-from worker_client.async_driver import (
-    MAX_REQUESTS,
-    AsyncDriver,
-    OpenDriver,
-    RequestGivenUp,
-    RequestProgress,
-    prepared,
+from worker_client.async_driver import MAX_REQUESTS, AsyncDriver
+from worker_client.driver_thread import OpenDriver, RequestGivenUp
+from worker_client.errors import MissedOperationFailed, ReplacementFailed, config_error
+from worker_client.replicas.operations import (
+    PAUSE,
+    RESUME,
+    OtherReplicas,
+    ReplicaOperations,
+    StandingOperations,
 )
-from worker_client.driver import Driver
-from worker_client.errors import ReplacementFailed, config_error
 from worker_client.replicas.placement import ReplicaPlacement
-from worker_client.requests import GenerationRequest, RequestOutput
+from worker_client.request_stream import RequestProgress, RequestStream, streamed
+from worker_client.requests import GenerationRequest
 
 _LOG = logging.getLogger(__name__)
 
-T = TypeVar("T")
+_ATTEMPT_FAILED: Final = (ReplacementFailed, MissedOperationFailed)
+"""Losses that another attempt may end, if a cause outside is removed."""
 
 MAX_LOSSES: Final = 3
 """Losses in a row, without a new token between them, after which a request fails: it may be what
@@ -49,16 +49,26 @@ class DataParallelDriver:
     def __init__(
         self, open_drivers: Sequence[OpenDriver], *, max_requests: int = MAX_REQUESTS
     ) -> None:
-        """max_requests: of one replica. Raises ClientConfigError: there is no replica."""
-        if not open_drivers:
-            raise config_error("open_drivers", [], "there is no replica", "give one function each")
+        """max_requests: of one replica. Raises ClientConfigError: there is no replica, or an
+        argument is wrong."""
+        given: object = open_drivers
+        if not isinstance(given, Sequence) or not given:
+            raise config_error(
+                "open_drivers", given, "there is no replica", "give one function each"
+            )
+        standing = StandingOperations(len(open_drivers))
         self.drivers = tuple(
             AsyncDriver(
-                open_driver, max_requests=max_requests, on_change=partial(self._note_change, place)
+                open_driver,
+                max_requests=max_requests,
+                others=OtherReplicas(standing, place),
+                on_change=partial(self._note_change, place),
             )
             for place, open_driver in enumerate(open_drivers)
         )
         """In the order of the replicas."""
+        self.operations = ReplicaOperations(self.drivers, standing)
+        """Operations of administrators on all replicas."""
         self._trial = asyncio.Lock()
         """Held by the request that is on trial."""
         self._lost: set[int] = set()
@@ -91,61 +101,48 @@ class DataParallelDriver:
         """Wait until all drivers have ended; return the error of the first."""
         return (await asyncio.gather(*(driver.wait_ended() for driver in self.drivers)))[0]
 
-    async def call_all(self, work: Callable[[Driver], T]) -> list[T]:
-        """Call a function with each driver, as AsyncDriver.call does, at the same time; return the
-        results in order. A replica that lacks a rank answers once that has its successor. If some
-        fail, the error of the first of them is raised, once all have ended."""
-        calls = [driver.call(work) for driver in self.drivers]
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        for each in results:
-            if isinstance(each, BaseException):
-                raise each
-        return [each for each in results if not isinstance(each, BaseException)]
-
     async def pause(self) -> None:
         """Hold all requests on all replicas: see AsyncDriver.pause."""
-        try:
-            await asyncio.gather(*(driver.pause() for driver in self.drivers))
-        except WorkerDaemonError:
-            await asyncio.gather(*(d.resume() for d in self.drivers), return_exceptions=True)
-            raise
+        await self.operations.do(PAUSE)
 
     async def resume(self) -> None:
         """Go on where pause() has stopped. Raises as it does."""
-        await asyncio.gather(*(driver.resume() for driver in self.drivers))
+        await self.operations.do(RESUME)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
         """Serve a request as AsyncDriver.generate does, on the replica that has the least to
         compute (placement.py). If that loses a rank or its driver ends, another one computes prompt
-        and known tokens again, and goes on with the same tokens. The request waits if no replica
-        has all its ranks.
+        and known tokens again, and goes on with the same tokens, at once: whether or not a reader
+        asks for more. The request waits if no replica has all its ranks.
 
         Raises:
             ReplacementFailed: no replica is left, or has got its successors in time.
             WorkerDaemonError: the error of the last of MAX_LOSSES losses in a row without a token
                 between them, or that of a replica if the drivers of all have ended.
         """
+        return streamed(request, self._serve)
+
+    async def _serve(self, request: GenerationRequest, stream: RequestStream) -> None:
+        """Serve a request, on one replica after the other, until it has ended."""
         name, num_losses = next(self._names), 0
-        request = replace(await prepared(request), id=request.id)  # one seed for all replicas
-        left: Mapping[str, RequestOutput | None] | None = None
         while True:
-            async with AsyncExitStack() as trial:
+            with ExitStack() as trial:
                 if num_losses == MAX_LOSSES - 1:
-                    await trial.enter_async_context(self._trial)
+                    await self._trial.acquire()
+                    trial.callback(self._trial.release)
+                    stream.on_tokens = trial.close
+                num_before = stream.num_tokens
                 chosen = self._placement.place(name, request, await self._whole_replicas())
                 try:
-                    async with aclosing(self.drivers[chosen].generate(request, left)) as progress:
-                        async for each in progress:
-                            if each.token_ids:
-                                num_losses = 0
-                                await trial.aclose()
-                            yield each
+                    await self.drivers[chosen].serve(request, stream)
                     return
                 except RequestGivenUp as given_up:
-                    left, num_losses = given_up.left, num_losses + 1
+                    num_losses = num_losses if stream.num_tokens == num_before else 0
+                    num_losses += given_up.has_begun
                     if num_losses == MAX_LOSSES:
                         raise given_up.reason from None
                 finally:
+                    stream.on_tokens = None
                     self._placement.remove(name)
 
     async def _whole_replicas(self) -> list[int]:
@@ -157,7 +154,7 @@ class DataParallelDriver:
             if whole:
                 return whole
             living = [driver.loss for driver in self.drivers if driver.error is None]
-            failed = [loss for loss in living if isinstance(loss, ReplacementFailed)]
+            failed = [loss for loss in living if isinstance(loss, _ATTEMPT_FAILED)]
             if len(failed) == len(living):
                 raise next(filter(None, [*failed, *errors]))
             self._change.clear()

@@ -9,9 +9,14 @@ from typing import TypeVar
 from rpc_schema import lifecycle as lc
 from rpc_schema.config import ParallelConfig, WorkerConfig
 from rpc_schema.errors import WorkerDaemonError
-from worker_client.errors import config_error
+from worker_client.errors import WorkerDied, config_error
 from worker_client.group.attaching import LEASE_WAIT_S, attach_together
-from worker_client.group.loading import LoadedGroup
+from worker_client.group.loading import (
+    LoadedGroup,
+    check_config,
+    check_fields,
+    check_same_config,
+)
 from worker_client.group.replacement import REPLACE_WITHIN_S, ReplacementReport
 from worker_client.group.together import results_of, run_together
 from worker_client.group.weights_state import check_same_weights, differing_ranks
@@ -46,8 +51,9 @@ class DataParallelGroup:
 
         Raises:
             ClientConfigError: the number of endpoints is not that of all replicas, an endpoint is
-                named twice, or one is unusable.
+                named twice, or one is unusable, or a size is.
         """
+        check_fields("parallel", parallel, ParallelConfig)
         if parallel.data_parallel_lockstep:
             problem, fix = "replicas in lockstep are one group", "use WorkerGroup for all of them"
             raise config_error("parallel.data_parallel_lockstep", True, problem, fix)
@@ -131,19 +137,29 @@ class DataParallelGroup:
         WorkerGroup.prepare, and
 
         Raises:
+            ConfigMismatchError: before any replica loads.
             ContentMismatchError: replicas have read different files; names two ranks.
         """
-        loaded = self.on_all(
-            lambda replica: replica.prepare(
-                config,
-                num_gpu_blocks=num_gpu_blocks,
-                fit_max_model_len=fit_max_model_len,
-                reload=reload,
-                weights_version=weights_version,
-                content=content,
-                on_progress=on_progress,
+        check_config(config)
+        if not reload:
+            for replica in self.replicas:
+                first, statuses = replica.ranks[0], replica.get_status()
+                check_same_config(config, statuses, first, num_gpu_blocks)
+        try:
+            loaded = self.on_all(
+                lambda replica: replica.prepare(
+                    config,
+                    num_gpu_blocks=num_gpu_blocks,
+                    fit_max_model_len=fit_max_model_len,
+                    reload=reload,
+                    weights_version=weights_version,
+                    content=content,
+                    on_progress=on_progress,
+                )
             )
-        )
+        except WorkerDaemonError:
+            self._reset_half_loaded()
+            raise
         statuses = self.get_status()
         if differing_ranks(statuses) is not None and any(each.was_loaded for each in loaded):
             version = self.next_weights_version
@@ -171,6 +187,31 @@ class DataParallelGroup:
         for replica in self.replicas:
             replica.attachment.check_usable()
         return results_of(run_together([partial(operation, each) for each in self.replicas]))
+
+    def on_whole(self, operation: Callable[[WorkerGroup], ResultT]) -> list[ResultT]:
+        """Do one operation as on_all does, but without the replicas that have lost a rank, or lose
+        one meanwhile. Raises WorkerDied: no other is left."""
+
+        def unless_lost(replica: WorkerGroup) -> ResultT | WorkerDied:
+            try:
+                replica.attachment.check_usable()
+                return operation(replica)
+            except WorkerDied as died:
+                return died
+
+        outcomes = results_of(run_together([partial(unless_lost, e) for e in self.replicas]))
+        results = [each for each in outcomes if not isinstance(each, WorkerDied)]
+        losses = [each for each in outcomes if isinstance(each, WorkerDied)]
+        if not results:
+            raise losses[0]
+        return results
+
+    def _reset_half_loaded(self) -> None:
+        """Reset replicas that have begun to load and are not ready."""
+        for replica in self.replicas:
+            with contextlib.suppress(WorkerDaemonError):
+                if {status.load for status in replica.get_status()} - {"READY", "CREATED"}:
+                    replica.reset("CREATED")
 
     def replace(
         self, rank: int, endpoint: str | None = None, within_s: float = REPLACE_WITHIN_S

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from worker_client.errors import config_error
 from worker_client.group.adoption import AdoptedRequest
+from worker_client.group.loading import check_kind
 from worker_client.group.weights_state import WeightsVersion
 from worker_client.inputs.request_checks import validated
 from worker_client.replicas.placement import ReplicaPlacement
@@ -30,9 +31,15 @@ class LockstepScheduler:
     the one with the least to compute (placement.py), or that of the other samples of its prompt."""
 
     def __init__(self, schedulers: Sequence[Scheduler]) -> None:
-        """schedulers: of each replica, by dp_rank. Raises ClientConfigError: there are none."""
-        if not schedulers:
-            raise config_error("schedulers", [], "there is no replica", "give one scheduler each")
+        """schedulers: of each replica, by dp_rank. Raises ClientConfigError: there are none, or
+        they are none."""
+        given: object = schedulers
+        if not isinstance(given, Sequence) or not given:
+            raise config_error(
+                "schedulers", given, "there is no replica", "give one scheduler each"
+            )
+        for each in given:
+            check_kind("schedulers", each, Scheduler)
         self._schedulers = tuple(schedulers)
         self._placement = ReplicaPlacement(len(self._schedulers))
 

@@ -22,15 +22,16 @@ from rpc_schema.errors import (
 )
 from rpc_schema.lifecycle import MemoryTag, SleepLevel, Status
 from worker_client.driver import Driver
-from worker_client.errors import RequestError, request_error
+from worker_client.errors import ReplicasDiffer, RequestError, request_error
 from worker_client.group.running import RunningRequests
 from worker_client.group.weights_state import differing_ranks
-from worker_client.scheduler import Scheduler
+from worker_client.replicas.operations import PAUSE, RESUME
 from worker_client.service.context import ServiceContext
 from worker_client.service.engine import Engine
 from worker_client.service.errors import RETRY_AFTER, HttpError, unavailable
 from worker_client.service.fields import BodyFields, read_body
 from worker_client.service.json_text import to_json
+from worker_client.service.operations import falling_asleep, reloading, waking
 from worker_client.service.streaming import JsonObject
 
 SLEEPS: Final = "the group sleeps; fix: POST /wake_up"
@@ -63,7 +64,7 @@ def admin_router(context: ServiceContext) -> APIRouter:
             raise request_error("lora_name", name, "the name is in use", fix)
         with _refusals("lora_path"):
             adapter = await engine.add_adapter(own, served_as=name, load_inplace=load_inplace)
-        return _json({"lora_name": name, "lora_int_id": adapter.lora_id})
+        return _done(engine, {"lora_name": name, "lora_int_id": adapter.lora_id})
 
     @router.post("/v1/unload_lora_adapter")
     async def unload_lora_adapter(http: Request) -> Response:
@@ -77,30 +78,29 @@ def admin_router(context: ServiceContext) -> APIRouter:
             message = f"no adapter is called {name[:80]!r}"
             raise HttpError(404, message, param="lora_name", code="model_not_found")
         with _refusals("lora_name"):
-            await engine.call_all(lambda d: d.group.loras.remove(adapter.lora_id))
-            await engine.learn_adapters()
-        return _json({"lora_name": name})
+            await engine.remove_adapter(adapter)
+        return _done(engine, {"lora_name": name})
 
     @router.post("/sleep")
     async def sleep(http: Request) -> Response:
         context.access.check_admin(http)
         level = _level(http.query_params.get("level", "1"))
         async with admin.alone("the group is put to sleep"):
-            await _sleep(engine, level)
-        return _json({"is_sleeping": True})
+            await engine.operations.do(falling_asleep(level))
+        return _done(engine, {"is_sleeping": True})
 
     @router.post("/wake_up")
     async def wake_up(http: Request) -> Response:
         context.access.check_admin(http)
         tags = _tags(http.query_params.getlist("tags"))
         async with admin.alone("the group wakes up"):
-            await engine.call_all(lambda driver: driver.group.memory.wake_up(tags))
-        return _json({"is_sleeping": any(await engine.call_all(_sleeps))})
+            await engine.operations.do(waking(tags))
+        return _done(engine, {"is_sleeping": any(await engine.ask(_sleeps))})
 
     @router.get("/is_sleeping")
     async def is_sleeping(http: Request) -> Response:
         context.access.check_admin(http)
-        return _json({"is_sleeping": any(await engine.call_all(_sleeps))})
+        return _done(engine, {"is_sleeping": any(await engine.ask(_sleeps))})
 
     return router
 
@@ -112,19 +112,22 @@ def _add_pauses(router: APIRouter, context: ServiceContext) -> None:
     @router.post("/pause")
     async def pause(http: Request) -> Response:
         context.access.check_admin(http)
-        await engine.driver.pause()
-        return _json({"is_paused": True})
+        with _refusals(None):
+            await engine.operations.do(PAUSE)
+        return _done(engine, {"is_paused": True})
 
     @router.post("/resume")
     async def resume(http: Request) -> Response:
         context.access.check_admin(http)
-        await engine.driver.resume()
-        return _json({"is_paused": False})
+        with _refusals(None):
+            await engine.operations.do(RESUME)
+        return _done(engine, {"is_paused": False})
 
     @router.get("/is_paused")
     async def is_paused(http: Request) -> Response:
         context.access.check_admin(http)
-        return _json({"is_paused": any(await engine.call_all(lambda driver: driver.is_paused))})
+        is_paused = any(await engine.ask(lambda driver: driver.is_paused))
+        return _done(engine, {"is_paused": is_paused})
 
 
 def _add_weights(router: APIRouter, context: ServiceContext, admin: "_Admin") -> None:
@@ -142,18 +145,12 @@ def _add_weights(router: APIRouter, context: ServiceContext, admin: "_Admin") ->
         fields.check_empty(("path", "version", "running", "recompute_budget"))
         kept = None if running is None else _running(running)
 
-        def reload(driver: Driver) -> int | None:
-            driver.group.weights.reload(
-                path, version=version, running=kept or "drop", recompute_budget=budget
-            )
-            found = driver.group.weights.version
-            return None if found is None else found.number
-
         async with admin.alone("the weights are updated", "path", beside=kept is not None):
             if version is None and engine.num_replicas > 1:
-                version = 1 + max(await engine.call_all(_newest_version))
-            found = await engine.call_all(reload)
-        return _json({"version": found[0]})
+                version = 1 + max(await engine.ask(_newest_version))
+            report = await engine.operations.do(reloading(path, version, kept, budget))
+        (found, *_) = report.results.values()
+        return _done(engine, {"version": None if found is None else found.version.number})
 
 
 class _Admin:
@@ -209,28 +206,10 @@ class _Admin:
             admission.open(admission.most)
 
 
-async def _sleep(engine: Engine, level: SleepLevel) -> None:
-    """Put all ranks to sleep, or none: if one cannot, wake the others."""
-    try:
-        await engine.call_all(lambda driver: driver.group.memory.sleep(level))
-    except WorkerError:
-        with contextlib.suppress(WorkerError):
-            await engine.call_all(lambda driver: driver.group.memory.wake_up())
-        raise
-    finally:
-        with contextlib.suppress(WorkerDaemonError):  # of a driver that has ended
-            await engine.call_all(_forget_prefixes)
-
-
-def _forget_prefixes(driver: Driver) -> None:
-    assert isinstance(driver.scheduler, Scheduler), "the engine's"
-    driver.scheduler.forget_prefixes()
-
-
 async def _hindrance(engine: Engine) -> str:
     """Return why the group can serve no request; empty if it can. Ranks that were lost meanwhile
     are replaced first, which may wake the others."""
-    by_replica = await engine.call_all(_look)
+    by_replica = await engine.ask(_look)
     statuses = [status for own in by_replica for status in own]
     if _are_asleep(statuses):
         return SLEEPS
@@ -266,6 +245,8 @@ def _refusals(param: str | None) -> Iterator[None]:
         raise HttpError(400, str(error), param=param) from None
     except (CapacityError, StateError) as error:
         raise HttpError(409, str(error), code=error.code.lower()) from None
+    except ReplicasDiffer as error:
+        raise HttpError(500, str(error), code="replicas_differ") from None
     except WorkerError as error:
         raise HttpError(500, str(error), code=error.code.lower()) from None
 
@@ -318,5 +299,8 @@ def _wrong_query(field: str, value: str, fix: str) -> RequestError:
     return request_error(field, value, "the query is wrong", fix)
 
 
-def _json(value: JsonObject) -> Response:
-    return Response(to_json(value), media_type="application/json")
+def _done(engine: Engine, value: JsonObject) -> Response:
+    """Return the answer to an operation, with the replicas that do it once they are back."""
+    missing = {str(place): str(error) for place, error in engine.operations.missing.items()}
+    more: JsonObject = {"missing_replicas": missing} if missing else {}
+    return Response(to_json({**value, **more}), media_type="application/json")

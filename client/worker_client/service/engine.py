@@ -12,39 +12,40 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
-from rpc_schema.errors import WorkerDaemonError
-from worker_client.async_driver import AsyncDriver, RequestProgress
+from worker_client.async_driver import AsyncDriver
 from worker_client.driven_group import DrivenGroup
 from worker_client.driver import Driver
 from worker_client.driver_parts.registry import DriverOptions
 from worker_client.driver_parts.remote_prefill import PrefillCounts
 from worker_client.errors import (
     ClientConfigError,
-    ContentMismatchError,
     RequestError,
     WorkerDied,
     config_error,
 )
 from worker_client.group.loading import LoadedGroup
-from worker_client.group.loras import AddTask, GroupAdapter
+from worker_client.group.loras import GroupAdapter
 from worker_client.inputs.chat_template import ChatTemplate, load_chat_template
 from worker_client.inputs.request_fields import Json, flat
 from worker_client.inputs.request_parser import RequestParser
 from worker_client.inputs.text_stream import StreamedText
 from worker_client.inputs.tokenizer import TextBounds, Tokenizer, load_tokenizer
 from worker_client.replicas.driver import DataParallelDriver
-from worker_client.replicas.loras import Addition, check_same_adapter, choose_addition
+from worker_client.replicas.loras import choose_addition
+from worker_client.replicas.opening import OpenedReplica, open_replicas
+from worker_client.replicas.operations import ReplicaOperations
 from worker_client.replicas.prefill_group import PrefillThread
+from worker_client.request_stream import RequestProgress
 from worker_client.requests import GenerationRequest, forked, seeded, with_adapter
-from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
+from worker_client.scheduler import RequestOutput, Scheduler
 from worker_client.scheduler.drafting.payoffs import DraftingChange, log_change
 from worker_client.scheduler.reference import OVERDUE
 from worker_client.scheduler_output import Experts, FullLogprob, Logprobs
 from worker_client.service.errors import HttpError, unknown_model
 from worker_client.service.fields import BodyFields
 from worker_client.service.generation_defaults import sampling_defaults
-from worker_client.service.launch import OpenedGroup, open_group, open_replicas
 from worker_client.service.metrics.counts import ServiceCounts
+from worker_client.service.operations import adapter_addition, adapter_removal
 from worker_client.service.prefill import opening_prefill
 from worker_client.service.settings import ServiceSettings
 from worker_client.structured.opening import open_grammars
@@ -119,6 +120,12 @@ class Engine:
         self.max_unfinished = num_seqs + settings.max_queue
         """Bound on the samples that run or wait."""
         self.driver = self._make_driver()
+        self.operations = (
+            self.driver.operations
+            if isinstance(self.driver, DataParallelDriver)
+            else ReplicaOperations((self.driver,))
+        )
+        """Operations of administrators on all replicas."""
         self.inner: list[Driver] = []
         """The replicas' drivers inside, once their groups are open: metrics read their numbers. All
         else belongs to their threads."""
@@ -134,22 +141,24 @@ class Engine:
         self._served_as: dict[str, str] = {}
         """Such names that are not the adapter's own, by the latter."""
         self._settings = settings
-        self._opened: list[OpenedGroup] = []
-        """The groups of the replicas."""
+        self._opened: tuple[OpenedReplica, ...] = ()
         self._groups = contextlib.ExitStack()
         """Closes the groups of several replicas; a single one is its driver's."""
         self._is_ready = False
+        self._adding = asyncio.Lock()
         self._parser = RequestParser(tokenizer.encode, plan.seed, encode_word=tokenizer.encode_word)
         self._numbers = itertools.count()
         self._threads = ThreadPoolExecutor(MAX_MAKING, "prompts")
 
     async def __aenter__(self) -> "Engine":
-        """Open the group, and add the adapters of the settings. Raises what open_group raises."""
+        """Open the group, and add the adapters of the settings. Raises what open_replicas
+        raises."""
         began = time.monotonic()
         try:
             if self.num_replicas > 1:
                 opening = open_replicas(self.plan, self._note_phase)
-                self._opened = await asyncio.to_thread(self._groups.enter_context, opening)
+                opened = await asyncio.to_thread(self._groups.enter_context, opening)
+                self._opened = opened.replicas
             await self.driver.__aenter__()
             try:
                 for adapter in self._settings.adapters:
@@ -206,24 +215,21 @@ class Engine:
         with contextlib.ExitStack() as stack:
             other = self._settings.prefill
             prefill = None if other is None else stack.enter_context(opening_prefill(other))
-            opened = stack.enter_context(open_group(self.plan, self._note_phase))
-            self._opened = [opened]
-            yield stack.enter_context(self._driving(opened, prefill))
+            self._opened = stack.enter_context(open_replicas(self.plan, self._note_phase)).replicas
+            yield stack.enter_context(self._driving(self._opened[0], prefill))
 
     def _open_replica(self, place: int) -> AbstractContextManager[Driver]:
         """Open the driver of one of several replicas, on its thread."""
         return self._driving(self._opened[place], None)
 
     @contextlib.contextmanager
-    def _driving(self, opened: OpenedGroup, prefill: PrefillThread | None) -> Iterator[Driver]:
-        plan, loaded = self.plan, opened.loaded
+    def _driving(self, opened: OpenedReplica, prefill: PrefillThread | None) -> Iterator[Driver]:
+        plan, metadata = self.plan, opened.loaded.metadata
         self.tokenizer.fit_context(self.max_model_len)
-        metadata = loaded.metadata
         grammars = open_grammars(plan.model.directory, metadata.vocab_size, metadata.eos_token_ids)
         with contextlib.closing(grammars):
-            limits = scheduler_limits(loaded, plan.config, max_itl_ms=plan.max_itl_ms)
             changed = self.note_drafting
-            scheduler = Scheduler(limits, self.tokenizer, on_drafting_change=changed)
+            scheduler = Scheduler(opened.limits, self.tokenizer, on_drafting_change=changed)
             if prefill is not None:
                 self.phase = "opening the prefill group"
                 prefill.wait_opened()
@@ -237,7 +243,7 @@ class Engine:
             self.inner.append(driver)
             yield driver
 
-    def _recover(self, opened: OpenedGroup, died: WorkerDied) -> None:
+    def _recover(self, opened: OpenedReplica, died: WorkerDied) -> None:
         self.counts.num_recoveries += 1
         opened.recover(died)
 
@@ -251,48 +257,36 @@ class Engine:
         if progress.phase != "IDLE":
             self.phase = f"{progress.phase} (rank {progress.rank})"
 
-    async def call_all(self, work: Callable[[Driver], T]) -> list[T]:
-        """Call a function with the driver of each replica (and `driver.group`, `driver.scheduler`),
-        on its thread and between two steps; return the results: see DataParallelDriver.call_all.
-        What takes long holds up every request."""
-        return await self.driver.call_all(work)
+    async def ask(self, question: Callable[[Driver], T]) -> list[T]:
+        """Call a function with the driver of each replica that serves (and `driver.group`,
+        `driver.scheduler`), on its thread and between two steps: see ReplicaOperations.ask. What
+        takes long holds up every request."""
+        return await self.operations.ask(question)
 
     async def add_adapter(
         self, name: str, *, served_as: str = "", load_inplace: bool = False
     ) -> GroupAdapter:
         """Read an adapter below the daemons' --lora-root while requests are served, and add it to
         all replicas. served_as: its name in requests, if that is another one. Raises what
-        ReplicaLoras.add raises."""
-        known = await self.call_all(lambda driver: dict(driver.group.loras.known))
-        addition = choose_addition(name, known, load_inplace=load_inplace)
-        tasks: dict[Driver, AddTask] = {}
-
-        def begin(driver: Driver) -> None:
-            tasks[driver] = driver.group.loras.begin_add(
-                name,
-                addition.lora_id,
-                load_inplace=addition.load_inplace,
-                version=addition.version,
-            )
-
-        try:
-            await self.call_all(begin)
-            while any(await self.call_all(lambda driver: tasks[driver].proceed())):
-                await asyncio.sleep(ADAPTER_POLL_S)
-            added = [task.adapter for task in tasks.values() if task.adapter is not None]
-            check_same_adapter(name, added)
-        except (WorkerDaemonError, ContentMismatchError):
-            if addition.is_new and self.num_replicas > 1:
-                with contextlib.suppress(WorkerDaemonError):
-                    await self.call_all(partial(_take_back, addition))
-            raise
+        ReplicaLoras.add and ReplicaOperations.do raise."""
+        async with self._adding:  # each by the ids that the others leave free
+            known = await self.ask(lambda driver: dict(driver.group.loras.known))
+            addition = choose_addition(name, known, load_inplace=load_inplace)
+            added = await self.operations.do(adapter_addition(name, addition))
         self._served_as[name] = served_as or name
         await self.learn_adapters()
-        return added[0]
+        (adapter, *_) = (task.adapter for task in added.results.values())
+        assert adapter is not None, "it was added"
+        return adapter
+
+    async def remove_adapter(self, adapter: GroupAdapter) -> None:
+        """Remove an adapter from all replicas. Raises what ReplicaOperations.do raises."""
+        await self.operations.do(adapter_removal(adapter))
+        await self.learn_adapters()
 
     async def learn_adapters(self) -> None:
-        """Serve the adapters that all replicas have now, and no others."""
-        first, *others = await self.call_all(lambda driver: dict(driver.group.loras.known))
+        """Serve the adapters that all replicas have which serve now, and no others."""
+        first, *others = await self.ask(lambda driver: dict(driver.group.loras.known))
         versions = [{own.version for own in known.values()} for known in others]
         found = [own for own in first.values() if all(own.version in each for each in versions)]
         self.adapters = {self._served_as.get(own.name, own.name): own for own in found}
@@ -376,13 +370,6 @@ class Engine:
                         yield part
 
 
-def _take_back(addition: Addition, driver: Driver) -> None:
-    """Remove an adapter that only some replicas have added."""
-    known = driver.group.loras.known.get(addition.lora_id)
-    if known is not None and known.version == addition.version:
-        driver.group.loras.remove(addition.lora_id)
-
-
 class _Samples:
     """Makes parts of the progress of one request's samples."""
 
@@ -429,10 +416,6 @@ class _Samples:
             None if reports is None else reports.full_logprobs,
             None if reports is None else reports.routed_experts,
         )
-
-
-ADAPTER_POLL_S: Final = 0.02
-"""Time between two questions whether the ranks have read an adapter."""
 
 
 def _failed(output: RequestOutput) -> HttpError:

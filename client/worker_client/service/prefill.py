@@ -8,9 +8,9 @@ from typing import Final
 from worker_client.driven_group import DrivenGroup
 from worker_client.driver import Driver
 from worker_client.errors import ClientError
+from worker_client.replicas.opening import open_replicas
 from worker_client.replicas.prefill_group import DEFAULT_TIMEOUT_S, PrefillThread
-from worker_client.scheduler import Scheduler, scheduler_limits
-from worker_client.service.launch import open_group
+from worker_client.scheduler import Scheduler
 from worker_client.service.settings import PrefillSettings
 from worker_client.worker_group import RankProgress
 
@@ -42,13 +42,13 @@ class _Opener:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Driver]:
-        """Raises what open_group raises, and ClientError: the server ends."""
+        """Raises what open_replicas raises, and ClientError: the server ends."""
         plan = replace(self._plan, replace_within_s=REPLACE_WITHIN_S)
-        with open_group(plan, self._check) as opened:
+        with open_replicas(plan, self._check) as opened:
             # Later openings must not take daemons from others, nor wait: the thread tries again.
             self._plan = replace(self._plan, wait_s=0.0, reload=False, force=False)
-            limits = scheduler_limits(opened.loaded, plan.config)
-            yield Driver(opened.group, Scheduler(limits), recover=opened.recover)
+            (own,) = opened.replicas
+            yield Driver(own.group, Scheduler(own.limits), recover=own.recover)
 
     def _check(self, _: RankProgress) -> None:
         if self.prefill is not None and self.prefill.is_stopping:

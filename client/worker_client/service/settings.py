@@ -1,4 +1,4 @@
-"""The settings of a server, apart from those of the group that it drives (launch.py)."""
+"""The settings of a server, apart from those of the group that it drives (driven_group.py)."""
 
 from dataclasses import dataclass, field
 from typing import Final

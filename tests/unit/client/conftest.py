@@ -1,11 +1,15 @@
 """Fake daemons, and groups loaded on them."""
 
+import contextlib
 import shutil
 import sys
 import tempfile
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from rpc_schema.config import (
     CacheConfig,
@@ -15,8 +19,11 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
-from tests.support.fake_daemon import FakeGroup
+from tests.support.fake_daemon import FakeDaemon, FakeGroup
 from worker_client.__main__ import main
+from worker_client.driver import Driver
+from worker_client.replicas.group import DataParallelGroup
+from worker_client.scheduler import Scheduler, scheduler_limits
 from worker_client.worker_group import WorkerGroup
 
 
@@ -98,3 +105,41 @@ def options(daemons, directory):
         "--endpoints", endpoints, "--model", directory, "--pipeline-parallel-size", pp,
         "--max-num-seqs", 8, "--max-num-batched-tokens", 32,
     ]  # fmt: skip
+
+
+@dataclass
+class Replicas:
+    """Replicas that are ready, and what becomes of their losses."""
+
+    daemons: list[FakeDaemon]
+    group: DataParallelGroup
+    loaded: list
+    config: WorkerConfig
+    schedulers: list[Scheduler] = field(default_factory=list)
+
+    def opening(self, recover):
+        """Functions that open the drivers; recover(replica, died) on their threads."""
+
+        @contextlib.contextmanager
+        def open_driver(replica, model):
+            scheduler = Scheduler(scheduler_limits(model, self.config))
+            self.schedulers.append(scheduler)
+            yield Driver(replica, scheduler, recover=lambda died: recover(replica, died))
+
+        pairs = zip(self.group.replicas, self.loaded, strict=True)
+        return [partial(open_driver, *pair) for pair in pairs]
+
+
+@pytest.fixture
+def replicas(fakes):
+    """Make so many replicas of one daemon each."""
+    with contextlib.ExitStack() as opened:
+
+        def make(count: int) -> Replicas:
+            daemons = fakes(count)
+            config = replace(worker_config(), parallel=ParallelConfig(data_parallel_size=count))
+            group = DataParallelGroup(daemons.endpoints, config.parallel)
+            opened.enter_context(group).attach()
+            return Replicas(daemons.daemons, group, group.prepare(config), config)
+
+        yield make

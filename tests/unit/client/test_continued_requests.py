@@ -2,69 +2,24 @@
 whatever it asks for. Real daemons: tests/e2e/test_lost_replicas.py."""
 
 import asyncio
-import contextlib
 import random
 import threading
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 
-from rpc_schema.config import ParallelConfig, WorkerConfig
 from tests.support.exhaustive import seeds
-from tests.support.fake_daemon import FakeDaemon, reference_tokens
+from tests.support.fake_daemon import Fault, reference_tokens
 from tests.support.waiting import PATIENCE_S
-from tests.unit.client.conftest import worker_config
 from tests.unit.client.test_data_parallel import follow, hold
 from worker_client.async_driver import AsyncDriver
-from worker_client.driver import Driver, give_up
+from worker_client.driver import give_up
 from worker_client.errors import ReplacementFailed, WorkerDied
 from worker_client.replicas.driver import MAX_LOSSES, DataParallelDriver
-from worker_client.replicas.group import DataParallelGroup
 from worker_client.requests import GenerationRequest, SamplingParams, forked
-from worker_client.scheduler import Scheduler, scheduler_limits
 
 STOPS = frozenset({7})
-
-
-@dataclass
-class Replicas:
-    """Replicas that are ready, and what becomes of their losses."""
-
-    daemons: list[FakeDaemon]
-    group: DataParallelGroup
-    loaded: list
-    config: WorkerConfig
-    schedulers: list[Scheduler] = field(default_factory=list)
-
-    def opening(self, recover):
-        """Functions that open the drivers; recover(replica, died) on their threads."""
-
-        @contextlib.contextmanager
-        def open_driver(replica, model):
-            scheduler = Scheduler(scheduler_limits(model, self.config))
-            self.schedulers.append(scheduler)
-            yield Driver(replica, scheduler, recover=lambda died: recover(replica, died))
-
-        pairs = zip(self.group.replicas, self.loaded, strict=True)
-        return [partial(open_driver, *pair) for pair in pairs]
-
-
-@pytest.fixture
-def replicas(fakes):
-    """Make so many replicas of one daemon each."""
-    with contextlib.ExitStack() as opened:
-
-        def make(count: int) -> Replicas:
-            daemons = fakes(count)
-            config = replace(worker_config(), parallel=ParallelConfig(data_parallel_size=count))
-            group = DataParallelGroup(daemons.endpoints, config.parallel)
-            opened.enter_context(group).attach()
-            return Replicas(daemons.daemons, group, group.prepare(config), config)
-
-        yield make
 
 
 @dataclass
@@ -78,13 +33,17 @@ class Heard:
 
     async def read(self, driver):
         async for each in driver.generate(self.request):
-            self.tokens.setdefault(each.req_id, []).extend(each.token_ids)
-            if each.reports is not None and each.reports.logprobs is not None:
-                self.logprobs.setdefault(each.req_id, []).extend(each.reports.logprobs)
-            if each.output is not None:
-                assert each.req_id not in self.outputs
-                self.outputs[each.req_id] = each.output
+            self.take(each)
         return self
+
+    def take(self, progress):
+        name, reports = progress.req_id, progress.reports
+        self.tokens.setdefault(name, []).extend(progress.token_ids)
+        if reports is not None and reports.logprobs is not None:
+            self.logprobs.setdefault(name, []).extend(reports.logprobs)
+        if progress.output is not None:
+            assert name not in self.outputs
+            self.outputs[name] = progress.output
 
     @property
     def num_tokens(self):
@@ -195,6 +154,34 @@ def test_requests_that_a_lost_replica_has_not_begun_go_on_too(replicas):
             for each in heard:
                 each.check()
             may_come.set()
+
+    asyncio.run(main())
+
+
+def test_requests_go_on_elsewhere_before_their_readers_ask_for_more(replicas):
+    """They end there, too, so nothing waits for a reader: no place, no block, no deadline."""
+    made = replicas(2)
+
+    async def main():
+        rng = random.Random()
+        async with DataParallelDriver(made.opening(lambda _, died: give_up(died))) as driver:
+            endless = SamplingParams(ignore_eos=True)
+            heard = [Heard(GenerationRequest(f"r{n}", [n, 1], 20, endless)) for n in range(4)]
+            made.daemons[0].faults = [Fault(5, "die")]
+            streams = [driver.generate(each.request) for each in heard]
+            for each, stream in zip(heard, streams, strict=True):
+                each.take(await anext(stream))
+            await until(lambda: driver.drivers[0].error is not None, "the end of a driver")
+            await until(lambda: not made.schedulers[1].has_unfinished_requests(), "their ends")
+            admitted = [
+                new.req_id for e in made.daemons[1].executes for new in e.scheduled_new_reqs
+            ]
+            assert sorted(each.split(":")[1] for each in admitted) == ["r0", "r1", "r2", "r3"]
+            (await Heard(random_request(rng, "later")).read(driver)).check()
+            for each, stream in zip(heard, streams, strict=True):
+                async for progress in stream:
+                    each.take(progress)
+                each.check()
 
     asyncio.run(main())
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from rpc_schema.config import ParallelConfig
+from rpc_schema.config import ModelConfig, ParallelConfig, WorkerConfig
 from rpc_schema.errors import (
     DrainingError,
     ErrorCode,
@@ -29,13 +29,16 @@ from tests.unit.client.conftest import worker_config
 from worker_client.driver import Driver
 from worker_client.errors import (
     ClientConfigError,
+    ConfigMismatchError,
     ContentMismatchError,
+    KVPlanError,
     ReplicasMissing,
     WorkerDied,
 )
 from worker_client.group.failure_state import DrainState, Ownership
 from worker_client.replicas.driver import DataParallelDriver
 from worker_client.replicas.group import DataParallelGroup
+from worker_client.replicas.lockstep import LockstepScheduler
 from worker_client.replicas.placement import PREFIX_TOKENS
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, scheduler_limits
@@ -176,6 +179,82 @@ def test_endpoints_that_do_not_fit_the_sizes_are_refused(endpoints, dp, message)
     with pytest.raises(ClientConfigError, match=message) as caught:
         DataParallelGroup(names, parallel_config(dp, 2))
     assert caught.value.field == "endpoints"
+
+
+@pytest.mark.parametrize("name", ["data", "pipeline", "tensor"])
+@pytest.mark.parametrize("size", [0, -1, "2", 1.5, True, None, 2**70])
+def test_sizes_that_are_none_are_refused(name, size):
+    field = f"{name}_parallel_size"
+    parallel = replace(ParallelConfig(data_parallel_size=2), **{field: size})
+    for kind in (DataParallelGroup, WorkerGroup):
+        with pytest.raises(ClientConfigError) as caught:
+            kind(["ipc:///tmp/w0", "ipc:///tmp/w1"], parallel)
+        assert (caught.value.field, caught.value.value) == (f"parallel.{field}", size)
+        assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "endpoints",
+    [None, "ipc:///tmp/w0", 5, [1, 2], [None, None], ["ipc:///tmp/w0", b"x"], ["", "a"]],
+)
+def test_endpoints_that_are_none_are_refused(endpoints):
+    with pytest.raises(ClientConfigError, match="fix") as caught:
+        DataParallelGroup(endpoints, parallel_config(2))
+    assert caught.value.field.startswith("endpoint")
+
+
+@pytest.mark.parametrize("parallel", [None, 2, WorkerConfig])
+def test_sizes_of_another_type_are_refused(parallel):
+    for kind in (DataParallelGroup, WorkerGroup):
+        with pytest.raises(ClientConfigError, match="give a ParallelConfig") as caught:
+            kind(["ipc:///tmp/w0"], parallel)
+        assert caught.value.field == "parallel"
+
+
+def test_replica_with_another_model_is_refused_before_any_loads(connected):
+    """The daemons keep what they have, and serve the next driver."""
+    group, config, daemons = connected(3)
+    own = replace(worker_config(), model=ModelConfig(model="/models/other"))
+    with WorkerGroup([daemons[1].endpoint], ParallelConfig()) as other:
+        other.attach()
+        other.prepare(own)
+    group.attach()
+    with pytest.raises(ConfigMismatchError, match="/models/other") as caught:
+        group.prepare(config)
+    assert daemons[1].endpoint in str(caught.value) and caught.value.field == "config"
+    assert [daemon.load for daemon in daemons] == ["CREATED", "READY", "CREATED"]
+    group.close()
+    with WorkerGroup([daemons[1].endpoint], ParallelConfig()) as other:
+        other.attach(wait_for_lease_s=0.0)
+        loaded = other.prepare(own)
+        assert loaded.was_loaded
+        run(Driver(other, Scheduler(scheduler_limits(loaded, own))), 1)
+    with DataParallelGroup([each.endpoint for each in daemons], group.parallel) as following:
+        following.attach(wait_for_lease_s=0.0)
+        loaded = following.prepare(config, reload=True)
+        for replica, model in zip(following.replicas, loaded, strict=True):
+            run(Driver(replica, Scheduler(scheduler_limits(model, config))), 2)
+
+
+def test_replica_that_cannot_load_is_not_left_half_loaded(connected):
+    group, config, daemons = connected(2)
+    group.attach()
+    daemons[1].available_bytes = 100
+    with pytest.raises(KVPlanError, match="fix"):
+        group.prepare(config)
+    assert [daemon.load for daemon in daemons] == ["READY", "CREATED"]
+    daemons[1].available_bytes = daemons[0].available_bytes
+    assert [model.was_loaded for model in group.prepare(config)] == [True, False]
+
+
+@pytest.mark.parametrize("config", [None, {}, ParallelConfig()])
+def test_configuration_of_another_type_is_refused(connected, config):
+    group, _, daemons = connected(2)
+    group.attach()
+    with pytest.raises(ClientConfigError, match="give a WorkerConfig") as caught:
+        group.prepare(config)
+    assert caught.value.field == "config"
+    assert [daemon.load for daemon in daemons] == ["CREATED"] * 2
 
 
 def test_daemon_of_two_replicas_is_refused():
@@ -506,6 +585,18 @@ def test_the_documented_example_runs(connected):
     assert daemons[1].operations.count("LoadModel") == 1, "the successor, for its replica"
 
 
-def test_driver_of_no_replica_is_refused():
-    with pytest.raises(ClientConfigError, match="no replica"):
-        DataParallelDriver([])
+@pytest.mark.parametrize("given", [[], None, 5, [None], "ab", [contextlib.nullcontext, 1]])
+def test_drivers_that_are_none_are_refused(given):
+    with pytest.raises(ClientConfigError, match="fix") as caught:
+        DataParallelDriver(given)
+    assert caught.value.field in ("open_drivers", "open_driver")
+    with pytest.raises(ClientConfigError, match="fix") as caught:
+        LockstepScheduler(given)
+    assert caught.value.field == "schedulers"
+
+
+@pytest.mark.parametrize("given", [0, -1, "3", None, 1.5, True])
+def test_bounds_that_are_none_are_refused(given):
+    with pytest.raises(ClientConfigError, match="use at least 1") as caught:
+        DataParallelDriver([contextlib.nullcontext], max_requests=given)
+    assert caught.value.field == "max_requests"

@@ -110,6 +110,22 @@ def test_requests_of_a_lost_replica_go_on_in_the_others(fakes, options_of, capsy
     assert "has ended, and the others go on" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("more", [(), ("--profile", "run")])
+def test_bench_measures_the_replicas_that_are_left(fakes, run, tmp_path, more):
+    found = fakes(2)
+    found.daemons[0].faults = [Fault(4, "die")]
+    words = ["--endpoints", ",".join(found.endpoints), "--model", tmp_path, "--replace-within", 0]
+    words += ["--input", tmp_path / "in.jsonl", "--data-parallel-size", 2, *more]
+    lines = [{"prompt_token_ids": [*range(length)], "max_tokens": 12} for length in range(1, 9)]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    code, out, errors = run("bench", *words, "--json")
+    assert code == 0, errors
+    result = json.loads(out)
+    assert (result["requests"], result["failed"]) == (8, 0)
+    assert len(result.get("traces", ())) == len(more) // 2
+    assert "replica 0 has ended" in errors
+
+
 def test_run_ends_once_no_replica_is_left(fakes, options_of):
     found = fakes(2)
     for daemon in found.daemons:
@@ -171,6 +187,24 @@ def test_replicas_that_lack_a_daemon_are_named(fakes, options_of):
         open_session(options_of(found, data_parallel_size=3)),
     ):
         pass
+
+
+def test_commands_refuse_a_replica_with_another_model(fakes, run, tmp_path):
+    found = fakes(2)
+    own, other = tmp_path / "own", tmp_path / "other"
+    for path in (own, other):
+        path.mkdir()
+    (tmp_path / "in.jsonl").write_text('{"prompt_token_ids": [1, 2], "max_tokens": 12}')
+    words = ["--input", tmp_path / "in.jsonl", "--num-gpu-blocks", 256, "--block-size", 4]
+    both = ["--endpoints", ",".join(found.endpoints), "--data-parallel-size", 2, "--model", own]
+    assert run("generate", *words, "--endpoints", found.endpoints[1], "--model", other)[0] == 0
+    for command in ("generate", "bench"):
+        code, out, errors = run(command, *words, *both)
+        assert code and not out
+        for part in ("model.model", "/own' != '", "/other'", "--reload", found.endpoints[1]):
+            assert part in errors
+    assert [daemon.load for daemon in found.daemons] == ["CREATED", "READY"]
+    assert run("generate", *words, *both, "--reload")[0] == 0
 
 
 def test_endpoints_are_those_of_all_replicas(fakes, options_of):

@@ -54,6 +54,11 @@ def test_every_wrong_option_is_named_with_the_fix_and_no_key_is_shown(
         (("--model", model, "--device", "cpu", "--gpus", "0"), "gpus"),
         (("--model", model, "--device", "cuda", "--gpus", "0,0"), "gpus"),
         (("--model", model, "--device", "cuda", "--gpus", "x"), "gpus"),
+        (
+            ("--model", model, "--device", "cuda", "--gpus", "0,1,2", "--data-parallel-size", 2),
+            "gpus",
+        ),
+        (("--model", model, "--device", "cpu", "--data-parallel-size", 10**20), "parallel"),
         (("--model", model, "--gpus", "0", "--endpoints", "ipc:///a/b"), "gpus"),
         (("--model", model, "--endpoints", "ipc:///a/b,ipc:///a/c"), "endpoints"),
         (("--model", model, "--endpoints", "tcp://127.0.0.1:5"), "endpoint"),

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from rpc_schema.config import ModelConfig, ParallelConfig, WorkerConfig
-from worker_client.async_driver import RequestProgress
 from worker_client.cli.demo_model import make_demo_model
 from worker_client.driven_group import DrivenGroup
 from worker_client.errors import ClientConfigError, RequestError, request_error
 from worker_client.inputs.model_source import ModelSource
+from worker_client.request_stream import RequestProgress
 from worker_client.requests import (
     GenerationRequest,
     Reports,

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from worker_client.async_driver import RequestProgress
 from worker_client.errors import RequestError
+from worker_client.request_stream import RequestProgress
 from worker_client.requests import GenerationRequest, RequestOutput, forked
 from worker_host.metrics import HistogramCounts
 
