@@ -88,15 +88,15 @@ Shards = Annotated[tuple[KVShard, ...], Meta(min_length=1, max_length=MAX_SHARDS
 class GetKVConnectorHandshakeMetadata(
     ControlRequest["GetKVConnectorHandshakeMetadataReply"], frozen=True, tag=51, kw_only=True
 ):
-    """Return what the ranks of another group must know of this one."""
+    """Return what the ranks of another group must know of this one. Refused by name if they cannot
+    use its blocks."""
 
     epoch: Unsigned
 
 
 class GetKVConnectorHandshakeMetadataReply(ControlReply, frozen=True, tag=51, kw_only=True):
     shard: KVShard | None = None
-    """None without a host tier, and if another group cannot use its blocks: layers differ in their
-    KV heads."""
+    """None without a host tier."""
 
 
 class OpenKVTransfer(ControlRequest[Acknowledged], frozen=True, tag=47, kw_only=True):

@@ -3,12 +3,14 @@ as transformers', whatever becomes of the other group and of the blocks on their
 
 import os
 import random
+import re
 import signal
 import time
 from dataclasses import replace
 
 import pytest
 
+from rpc_schema.errors import ConfigError
 from tests.support.exhaustive import exhaustively
 from tests.support.flipping_daemon import FlippingDaemons
 from tests.support.forked_daemons import ForkedDaemons
@@ -373,3 +375,30 @@ def test_what_cannot_be_is_refused_by_name(serve, checkpoint):
         options = DriverOptions(prefill=PrefillThread(None))
         with pytest.raises(ClientConfigError, match=r"set cache\.kv_host_memory_bytes"):
             Driver(group, scheduler, options=options)
+
+
+ODD_HEADS = {"kv_cache_dtype": "fp8"}
+"""With heads of 6 elements: no whole number of words."""
+
+
+def test_blocks_that_another_group_cannot_take_apart_are_refused_by_name(
+    daemons, checkpoint, caplog
+):
+    """By a driver with such a group, and of one that computes prompts: then none comes from it."""
+    model, sent = checkpoint(head_dim=6, seed=15), Prompts(random.randrange(1 << 30), count=3)
+    endpoints = daemons.endpoints(3)
+    said = r"layers\.0\.self_attn has KV heads of no multiple of 4 bytes.*kv_cache_dtype = 'fp8'"
+    prefill = DriverOptions(prefill=PrefillThread(None))
+    with (
+        pytest.raises(ConfigError, match=said),
+        opened(endpoints[:2], model, (1, 2), changes=ODD_HEADS, options=prefill),
+    ):
+        pass
+    both = (ODD_HEADS,) * 2
+    with prefill_pair(endpoints, model, (1, 2), (1, 1), changes=both) as (driver, prefill):
+        outputs = run(driver, sent.requests)
+        wait_until(lambda: driver.step() == [] and prefill.counts.num_lost_links, sent.seed)
+    assert num_loaded(outputs) == 0, sent.seed
+    assert len(re.findall(f"prompts are computed here: .*{said}", caplog.text)) == 1
+    with opened(endpoints[2:], model, (1, 1), changes=ODD_HEADS) as driver:
+        assert tokens_of(run(driver, sent.requests)) == tokens_of(outputs), sent.seed

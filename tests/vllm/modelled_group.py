@@ -7,7 +7,7 @@ reads what its own tokens have to leave there, and nothing that the same step wr
 
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from rpc_schema.pooling import NO_POOLING
 from rpc_schema.step import NO_TOKEN, ModelRunnerOutput
 from tests.support.structured import VOCAB_SIZE
 from worker_client.errors import InvalidSchedulerOutput, WorkerDied, remote_error
+from worker_client.group.drafts import DraftTokenIds
 from worker_client.group.failure_state import Change, FailureState, GroupRequest
 from worker_client.group.loading import group_limits
 from worker_client.group.outcomes import StepFuture, StepsInFlight
@@ -59,6 +60,10 @@ def _digests(tokens: Sequence[int], before: bytes = b"") -> list[bytes]:
         before = blake2b(before + token.to_bytes(4, "little", signed=True), digest_size=8).digest()
         found.append(before)
     return found
+
+
+def _bits(packed: np.ndarray | bytes) -> np.ndarray:
+    return np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
 
 
 @dataclass(eq=False)
@@ -138,6 +143,9 @@ class ModelledDaemons:
         """Positions with which requests began."""
         self.num_accepted = self.num_refused = 0
         """Drafts."""
+        self.allowed_next: Callable[[int, Sequence[int]], list[int] | None] = lambda *_: None
+        """Returns what a grammar allows after the tokens of the row of a seed, for drafts that are
+        right; None: there is no grammar."""
         self.kv: dict[Place, tuple[int, bytes]] = {}
         """KV group and content of each place that a step has written."""
         self.tag = b""
@@ -190,53 +198,55 @@ class ModelledDaemons:
             row.num_computed += count
             if row.num_computed < len(row.tokens):
                 continue
-            if row.drafts:
-                sampled[req_id] = self._verify(row, first, writes)
-                continue
-            last = next(iter(self._row_places(row, first, row.num_computed)))
-            fails = writes[last][1] == NO_NUMBER
+            fails = writes[self._place(row, 0, first)][1] == NO_NUMBER
             if req_id in output.deferred_req_ids:
                 self._unsampled.setdefault(seq, {})[req_id] = row, fails
             else:
-                sampled[req_id] = [self._sample(row, fails)]
+                sampled[req_id] = self._verify(row, fails, [None] * (1 + len(row.drafts)))
         return sampled
 
     def _guess(self, row: Row, num: int) -> list[int]:
         """Return drafts of a row, most of them right."""
         drafts: list[int] = []
         for _ in range(num):
-            token = next_token([*row.tokens, *drafts], row.seed)
+            tokens = [*row.tokens, *drafts]
+            token = next_token(tokens, row.seed, self.allowed_next(row.seed, tokens))
             is_wrong = self.source.random() < 0.3
             drafts.append(POISON + 1 if is_wrong else token)
         return drafts
 
-    def _verify(self, row: Row, first: int, writes: Mapping[Place, tuple[int, bytes]]) -> list[int]:
-        """Sample after a row's tokens, and after each draft as long as they are right."""
-        fails = writes[self._row_places(row, first, first + 1)[0]][1] == NO_NUMBER
+    def _verify(self, row: Row, fails: bool, allowed: Sequence[Sequence[int] | None]) -> list[int]:
+        """Sample after a row's tokens, and after each draft as long as they are right. allowed: the
+        tokens of each sample; None: all."""
         drafts, row.drafts = row.drafts, []
-        gained = [self._sample(row, fails)]
-        for draft in drafts:
+        gained = [self._sample(row, fails, allowed[0])]
+        for draft, own in zip(drafts, allowed[1:], strict=True):
             if gained[-1] != draft:
                 break
-            gained.append(self._sample(row, fails))
+            gained.append(self._sample(row, fails, own))
         row.num_computed = len(row.tokens) - 1
         self.num_accepted += len(gained) - 1
         self.num_refused += 1 + len(drafts) - len(gained)
         return gained
 
+    def unsampled_drafts(self, seq: int) -> dict[str, list[int]]:
+        """Return the drafts of a step's deferred requests."""
+        rows = self._unsampled.get(seq, {})
+        return {req_id: list(row.drafts) for req_id, (row, _) in rows.items()}
+
     def sample(
-        self, seq: int, req_ids: Sequence[str], masks: Mapping[str, np.ndarray]
+        self, seq: int, req_ids: Sequence[str], masks: Mapping[str, Sequence[np.ndarray]]
     ) -> dict[str, list[int]]:
         """Sample deferred requests of a step; those that have left meanwhile are left out."""
         sampled = {}
         for req_id in req_ids:
             row, fails = self._unsampled[seq].pop(req_id)
             if self.rows.get(req_id) is row:
-                allowed = None
+                allowed: list[list[int] | None] = [None] * (1 + len(row.drafts))
                 if req_id in masks:
-                    bits = np.unpackbits(masks[req_id].view(np.uint8), bitorder="little")
-                    allowed = np.flatnonzero(bits[:VOCAB_SIZE]).tolist()
-                sampled[req_id] = [self._sample(row, fails, allowed)]
+                    allowed = [_bits(mask)[:VOCAB_SIZE] for mask in masks[req_id]]
+                    allowed = [np.flatnonzero(own).tolist() for own in allowed]
+                sampled[req_id] = self._verify(row, fails, allowed)
         return sampled
 
     def lose(self, seq: int, output: SchedulerOutput) -> None:
@@ -375,7 +385,7 @@ class _Sent(NamedTuple):
     step: EncodedStep
     kept: frozenset[str] | None
     """A step in full: the requests that the workers keep. None: it is none."""
-    masks: Mapping[str, np.ndarray]
+    masks: Mapping[str, Sequence[np.ndarray]]
     is_void: bool = False
     """Nobody uses its result."""
 
@@ -405,7 +415,7 @@ class ModelledGroup:
         use, whether the driver library takes them or not."""
         self.loras = SimpleNamespace(known={})
         self.weights = SimpleNamespace(on_version=None)
-        self.prefixes = self
+        self.prefixes = self.drafts = self
 
     @property
     def slots(self):
@@ -513,11 +523,17 @@ class ModelledGroup:
         )
         future = self._steps.expect(self, self._epoch, self._seq, step)
         (values,) = extensions
-        copied = {
-            req_id: mask.copy() for req_id, mask in values.masks.items()
-        }  # vLLM fills them anew
+        # vLLM fills them anew.
+        copied = {r: [mask.copy() for mask in own] for r, own in values.masks.items()}
         self._sent.append(_Sent(future, step, None, copied))
         return future
+
+    def take_token_ids(self, deferred: StepFuture) -> DraftTokenIds:
+        """Return the drafts of a step's deferred requests, once the workers have run it."""
+        while any(sent.future is deferred for sent in self._sent):
+            self._proceed(1)
+        found = self._daemons.unsampled_drafts(deferred.seq)
+        return DraftTokenIds([*found], [*found.values()])
 
     def withdraw(self, output: SchedulerOutput) -> frozenset[str]:
         return self.slots.withdraw(output)
@@ -559,8 +575,8 @@ class ModelledGroup:
             # Of several ranks, only one tells what it could not load.
             if source.random() < 0.5:
                 invalid = np.array(daemons.invalid, "<i4").tobytes()
-        numbers, req_ids = step.sampled()
-        pairs = zip(np.frombuffer(numbers, "<u2").tolist(), req_ids, strict=True)
+        bitmap, req_ids = step.sampled_bitmap()
+        pairs = zip(np.flatnonzero(_bits(bitmap)).tolist(), req_ids, strict=True)
         slots = {req_id: slot for slot, req_id in pairs if req_id in sampled}
         assert slots.keys() == sampled.keys()
         assert step.is_later or len(slots) == len(req_ids)

@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -46,20 +47,23 @@ class Asked:
     reason: str = ""
     is_aborted: bool = False
 
-    def expected(self, texts: list[str]) -> tuple[list[int], str]:
+    def allowed(self, tokens: Sequence[int], texts: Sequence[str]) -> list[int] | None:
+        """Return what its grammar allows after `tokens`; None: it has none. texts: of all
+        tokens."""
+        if not self.pattern:
+            return None
+        rest = self.pattern[sum(len(texts[token]) for token in tokens[len(self.prompt) :]) :]
+        return [t for t, own in enumerate(texts) if begins(own, rest)] if rest else [EOS]
+
+    def expected(self, texts: Sequence[str]) -> tuple[list[int], str]:
         """Return its tokens, and why it ends. texts: of all tokens."""
-        tokens, text = list(self.prompt), ""
+        tokens = list(self.prompt)
         if POISON in tokens:
             return [], "error"
         for _ in range(min(self.max_tokens, MAX_MODEL_LEN - len(self.prompt))):
-            allowed = None
-            if self.pattern:
-                rest = self.pattern[len(text) :]
-                allowed = [t for t, own in enumerate(texts) if begins(own, rest)] if rest else [EOS]
-            tokens.append(next_token(tokens, self.seed, allowed))
+            tokens.append(next_token(tokens, self.seed, self.allowed(tokens, texts)))
             if tokens[-1] in self.stop or (self.pattern and tokens[-1] == EOS):
                 return tokens[len(self.prompt) :], "stop"
-            text += texts[tokens[-1]] if self.pattern else ""
         return tokens[len(self.prompt) :], "length"
 
 
@@ -93,7 +97,13 @@ class Server:
     """An engine core on modelled daemons."""
 
     def __init__(
-        self, daemons: ModelledDaemons, path, pp: int = 1, drafts: int = 0, **options
+        self,
+        daemons: ModelledDaemons,
+        path,
+        pp: int = 1,
+        drafts: int = 0,
+        drafter: str = "ngram",
+        **options,
     ) -> None:
         from vllm import EngineArgs
         from vllm.v1.engine.core import EngineCore
@@ -117,7 +127,9 @@ class Server:
         if daemons.host:
             chosen["kv_offloading_size"] = 1.0
         if drafts:
-            chosen["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts}
+            own = {"model": str(path)} if drafter == "draft_model" else {}
+            own |= {"method": drafter, "num_speculative_tokens": drafts}
+            chosen["speculative_config"] = own
         config = EngineArgs(str(path), **chosen).create_engine_config()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(executor, "WorkerGroup", group)
@@ -227,9 +239,9 @@ def serve(
     return True
 
 
-def check(asked: dict[str, Asked], texts: list[str] | None = None) -> None:
+def check(asked: dict[str, Asked], texts: Sequence[str] = ()) -> None:
     for req_id, each in asked.items():
-        tokens, reason = each.expected(texts or [])
+        tokens, reason = each.expected(texts)
         if each.is_aborted:
             assert each.tokens == tokens[: len(each.tokens)], req_id
         else:
@@ -298,6 +310,31 @@ CASES = {
         "num_host_blocks": 300,
         "faults": Faults(fails=0.02, flips=0.02),
     },
+    "host tier, drafts": {
+        "drafts": 4,
+        "num_blocks": 40,
+        "num_host_blocks": 100,
+        "faults": Faults(fails=0.02, dies=0.01, flips=0.1),
+    },
+    "host tier, draft model": {
+        "drafts": 3,
+        "drafter": "draft_model",
+        "patterned": 0.3,
+        "poisoned": 0.1,
+        "pp": 2,
+        "num_blocks": 60,
+        "num_host_blocks": 60,
+        "scheduling_policy": "priority",
+        "faults": Faults(fails=0.02, flips=0.1),
+    },
+    "host tier, draft model, windows": {
+        "drafts": 3,
+        "drafter": "draft_model",
+        "groups": [BlockGroup(8), BlockGroup(4, 12), BlockGroup(4, 12)],
+        "num_blocks": 110,
+        "num_host_blocks": 300,
+        "faults": Faults(fails=0.02, flips=0.05),
+    },
     "large steps": {"max_num_batched_tokens": 512, "max_num_seqs": 16, "num_blocks": 400},
 }
 
@@ -351,6 +388,8 @@ def test_each_read_finds_its_own_tokens(model, texts, name):
         requests = drawn(source, options.pop("poisoned", 0.0), options.get("patterned", 0.0))
         asked = {f"r{number}": each for number, each in enumerate(requests)}
         has_no_grammars = not options.pop("patterned", 0.0)
+        of_seed = {each.seed: each for each in requests}
+        daemons.allowed_next = lambda seed, tokens, own=of_seed: own[seed].allowed(tokens, texts)
         server = Server(daemons, model, skip_tokenizer_init=has_no_grammars, **options)
         serve(server, asked, source, aborts=0.05)
         check(asked, texts)
@@ -366,7 +405,16 @@ def test_each_read_finds_its_own_tokens(model, texts, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["few blocks", "dead daemons", "NaN", "windows", "host tier, priorities"]
+    "name",
+    [
+        "few blocks",
+        "dead daemons",
+        "NaN",
+        "windows",
+        "drafts, pipeline",
+        "host tier, priorities",
+        "host tier, drafts",
+    ],
 )
 def test_next_server_begins_with_what_the_last_has_noted(model, monkeypatch, name):
     """Servers end at any time, and their requests with them."""
@@ -408,9 +456,12 @@ class Router:
                 assert own <= self.cached, "it removes blocks that it has never announced"
                 self.cached -= own
                 continue
-            parent = event.parent_block_hash
-            assert parent is None or (event.group_idx, parent) in self.announced, "unknown parent"
-            assert len(event.token_ids) == len(event.block_hashes) * event.block_size
+            num_blocks = len(event.token_ids) // event.block_size
+            if event.kv_cache_spec_sliding_window is None:
+                parent = event.parent_block_hash
+                assert parent is None or (event.group_idx, parent) in self.announced, parent
+                assert len(event.block_hashes) == num_blocks
+            assert len(event.block_hashes) <= num_blocks  # vLLM leaves out what a window has passed
             self.announced.update(own)
             self.cached += own
 
@@ -431,7 +482,17 @@ def cached_hashes(core):
     )
 
 
-@pytest.mark.parametrize("name", ["few blocks", "dead daemons", "NaN", "host tier, flips"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "few blocks",
+        "dead daemons",
+        "NaN",
+        "drafts, pipeline",
+        "host tier, flips",
+        "host tier, draft model, windows",
+    ],
+)
 def test_router_gets_a_consistent_stream_after_a_restart(model, monkeypatch, name):
     """The daemons have notes of an earlier server, which announced nothing."""
     from vllm.config import KVEventsConfig
@@ -448,7 +509,8 @@ def test_router_gets_a_consistent_stream_after_a_restart(model, monkeypatch, nam
             router = None if config is None else Router(server.core)
             serve(server, asked, source, 0.02)
             if router is not None:
-                assert router.cached == cached_hashes(server.core) != Counter()
+                assert router.cached == cached_hashes(server.core)
+                assert router.announced
             else:
                 assert daemons.notes
             server.close()

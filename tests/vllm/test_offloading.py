@@ -14,6 +14,7 @@ from tests.support.serving import greedy_request
 from tests.support.tiered_waves import HOST_BYTES, NUM_GPU_BLOCKS, Waves
 from tests.support.window_models import MODELS, WINDOW
 from tests.vllm.models import merged, write_adapter
+from tests.vllm.test_drafts import counted, drafting_by
 from tests.vllm.test_parity import run_vllm, tokens_of
 from worker_client.vllm.refusals import DaemonsUnusable
 
@@ -93,6 +94,38 @@ def test_drafts_and_preemptions(engine, checkpoint, waves):
         (found,) = tiers(llm)
     assert_right(outputs, model, waves.flat, waves.seed)
     assert found.num_invalid == 0 < found.num_loaded, (waves.seed, found)
+
+
+@pytest.mark.parametrize(
+    ("pp", "fields", "num_blocks"),
+    [(2, {}, 32), (1, {**MODELS["mixed"], "sliding_window": WINDOW, "seed": 22}, 150)],
+)
+def test_a_draft_models_blocks_come_back_too(engine, checkpoint, waves, pp, fields, num_blocks):
+    """The model drafts for itself: behind a loaded prefix too, its drafts are right."""
+    model = checkpoint(**fields)
+    offloading = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 4 * pp * HOST_BYTES},
+    }
+    config = {
+        **CONFIG,
+        "kv_offloading_size": None,
+        "kv_transfer_config": offloading,
+        "num_gpu_blocks_override": num_blocks,
+        "speculative_config": drafting_by(model.path),
+        "disable_log_stats": False,
+    }
+    with engine(model.path, pp, **config) as llm:
+        outputs = run_waves(llm, waves.requests[:1])
+        before = counted(llm)
+        outputs |= run_waves(llm, waves.requests[1:])
+        found, after = tiers(llm), counted(llm)
+    assert_right(outputs, model, waves.flat, waves.seed)
+    assert all(tier.num_invalid == 0 < tier.num_loaded for tier in found), (waves.seed, found)
+    names = (f"spec_decode_num_{each}_tokens" for each in ("draft", "accepted"))
+    drafted, taken = (after[name] - before[name] for name in names)
+    assert drafted >= taken > 0.9 * drafted > 0, (waves.seed, drafted, taken)
 
 
 @pytest.fixture(scope="module")

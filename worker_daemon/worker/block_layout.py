@@ -5,6 +5,7 @@ from itertools import groupby
 from rpc_schema.kv_cache import KVCacheConfig, KVPages, LatentPages, RowState
 from rpc_schema.kv_transfer import KVDraftPages, KVShard, KVShardGroup
 from worker_daemon.distributed.parallel_state import ParallelState
+from worker_daemon.errors import config_error
 from worker_daemon.layers.cache_spec import KVLayerSpec, StateLayerSpec
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.runner.connectors.checksums import WORD_BYTES, BlockParts, PageSection
@@ -40,20 +41,29 @@ def block_parts(plan: KVCacheConfig, model: LoadedModel, parallel: ParallelState
 
 def own_shard(
     plan: KVCacheConfig, model: LoadedModel, parallel: ParallelState, parts: BlockParts
-) -> OwnShard | None:
-    """Return what ranks of another group must know of this one; None if they cannot use its blocks:
-    layers of the model, or of the draft model, differ in their KV heads, or a rank's part of a row
-    is no whole number of words."""
-    draft = model.draft
-    decoders = [model.resolved.decoder, *([] if draft is None else [draft.resolved.decoder])]
+) -> OwnShard:
+    """Return what ranks of another group must know of this one.
+
+    Raises:
+        ConfigError: they cannot use its blocks: layers of the model, or of the draft model, have
+            pages of different forms, or a KV head's part of a row is no whole number of words.
+    """
+    _check_alike("model.model", model.config.model.model, model.resolved.decoder)
+    if model.draft is not None:
+        draft = model.draft
+        _check_alike("speculative.model", draft.config.model, draft.resolved.decoder)
     names = tuple(name for group in plan.groups for name in group.layer_names)
-    if not names or not all(map(_are_alike, decoders)):
-        return None
     pages = _pages_of(model)
     for layer, section in zip((names[0], *plan.draft_layers[:1]), parts.sections, strict=True):
         is_whole = section.rows == 1
         if is_whole and isinstance(pages[layer], KVPages) and parallel.tp_size > 1:
-            return None
+            problem = (
+                f"{layer} has KV heads of no multiple of {WORD_BYTES} bytes, so that groups of "
+                "another tensor parallel size cannot take its pages apart"
+            )
+            fix = "auto, or a tensor parallel size of 1"
+            dtype = model.config.cache.kv_cache_dtype
+            raise config_error("cache.kv_cache_dtype", dtype, problem, fix)
     first, *further = parts.sections
     drafts = None
     if further:
@@ -93,6 +103,13 @@ def _pages_of(model: LoadedModel) -> dict[str, KVPages | LatentPages]:
     return {
         spec.layer_name: spec for spec in model.kv_cache_specs if not isinstance(spec, RowState)
     }
+
+
+def _check_alike(field: str, name: str, decoder: DecoderConfig) -> None:
+    """Raise ConfigError unless all layers have pages of one form. field, name: the model's."""
+    if not _are_alike(decoder):
+        problem = "layers with pages of different forms have blocks that only their own group reads"
+        raise config_error(field, name, problem, "let the group that decodes compute all prompts")
 
 
 def _are_alike(decoder: DecoderConfig) -> bool:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Final
 
 from rpc_schema.config import CacheConfig
+from rpc_schema.errors import ConfigError
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.version import SOFTWARE_VERSION
 from worker_daemon.device.kept_memory import KeptMemory
@@ -19,7 +20,12 @@ from worker_daemon.runner.connectors.host_tier import HostTier, KeptSlots
 from worker_daemon.runner.connectors.interface import KVConnector
 from worker_daemon.runner.connectors.kv_connectors import KVConnectors
 from worker_daemon.runner.connectors.peer_copies import SharedMemory
-from worker_daemon.runner.connectors.peers import PeerTransfers, PeerWeights, SharedSlots
+from worker_daemon.runner.connectors.peers import (
+    NoTransfers,
+    PeerTransfers,
+    PeerWeights,
+    SharedSlots,
+)
 from worker_daemon.runner.connectors.tier_index import FORMAT, SlotLayout
 from worker_daemon.runner.kv_cache import BlockPages
 from worker_daemon.runner.request_state import RequestState
@@ -62,12 +68,11 @@ class KVOutside:
         self._filed: FiledBlocks | None = None
         """The files of the plan's blocks; None if it keeps none."""
         self._connectors: KVConnectors | None = None
-        self._peers: PeerTransfers | None = None
-        """Moves blocks of the host tier to other groups, and from there; None without a tier, and
-        for blocks that only this group can read."""
+        self._peers: PeerTransfers | NoTransfers | None = None
+        """Moves blocks of the host tier to other groups, and from there; None without a tier."""
 
     @property
-    def peers(self) -> PeerTransfers | None:
+    def peers(self) -> PeerTransfers | NoTransfers | None:
         """The moves of blocks to other groups, once their memory is there."""
         return self._peers if self._tier is not None and self._tier.is_there else None
 
@@ -179,19 +184,22 @@ class KVOutside:
         kept = None if memory.index is None else KeptSlots(memory.index, history.has_confirmed)
         where = model.config.cache.kv_tier_memory
         tier = HostTier(pages, memory.rows, state, model.weights, parts, kept, where)
-        own = own_shard(plan, model, parallel, parts)
-        if own is not None:
-            shared = None
-            if memory.rows.handle:
-                shared = SharedMemory(memory.rows.handle, partial(PeerRows, device=place.device))
-            slots = SharedSlots(
-                memory.rows.rows,
-                tier.arrivals,
-                tier.counts,
-                tier.have_left,
-                state.host_contents,
-                shared,
-            )
-            weights = PeerWeights(model.weights, model.draft_weights)
-            self._peers = PeerTransfers(own, slots, weights, self.meeting)
+        try:
+            own = own_shard(plan, model, parallel, parts)
+        except ConfigError as refusal:
+            self._peers = NoTransfers(refusal)
+            return tier
+        shared = None
+        if memory.rows.handle:
+            shared = SharedMemory(memory.rows.handle, partial(PeerRows, device=place.device))
+        slots = SharedSlots(
+            memory.rows.rows,
+            tier.arrivals,
+            tier.counts,
+            tier.have_left,
+            state.host_contents,
+            shared,
+        )
+        weights = PeerWeights(model.weights, model.draft_weights)
+        self._peers = PeerTransfers(own, slots, weights, self.meeting)
         return tier

@@ -69,6 +69,8 @@ class Described(NamedTuple):
     """The ranks of the prefill group and what they keep; None: nothing that others can use."""
 
     shards: tuple[KVShard, ...] | None
+    fault: str = "the group that computes prompts has no host tier"
+    """Says why there are none."""
 
 
 class SlotsWanted(NamedTuple):
@@ -264,14 +266,14 @@ class RemotePrefillPart(DriverPart):
     def __init__(
         self, context: DriverContext, scheduler: ExchangingScheduler, prefill: PrefillGroup
     ) -> None:
-        """Raises ClientConfigError: the scheduler has no host tier, or the ranks none that another
-        group can fill."""
+        """Raises ClientConfigError: the scheduler has no host tier, or the ranks none. Raises
+        ConfigError: another group cannot fill it."""
         exchange = scheduler.exchange
         transfers: GroupTransfers = context.group.transfers
         shards = None if exchange is None else transfers.get_metadata()
         if exchange is None or shards is None:
             problem = "the group has no host tier that another group can fill"
-            fix = "set cache.kv_host_memory_bytes, for a model whose layers have the same KV heads"
+            fix = "set cache.kv_host_memory_bytes"
             raise config_error("options.prefill", prefill, problem, fix)
         self._scheduler, self._exchange, self._prefill = scheduler, exchange, prefill
         self._counts = prefill.counts
@@ -285,6 +287,8 @@ class RemotePrefillPart(DriverPart):
         self._retry_at = 0.0
         self._opening_until = 0.0
         self._has_ended = self._has_failed = False
+        self._cause = ""
+        """Why there was no link, or the last one has ended."""
         self._prompts: dict[int, _Prompt] = {}
         self._num_prompts = 0
         self._coming: dict[bytes, _Prompt] = {}
@@ -376,7 +380,7 @@ class RemotePrefillPart(DriverPart):
             self._lose_link("the prefill group has ended")
         elif isinstance(news, Described):
             self._describing = False
-            self._open(news.shards)
+            self._open(news)
         elif isinstance(news, LinkLeft):
             if self._link is not None and news.link == self._link.number:
                 self._lose_link("the prefill group has left it")
@@ -391,13 +395,14 @@ class RemotePrefillPart(DriverPart):
         elif (prompt := self._prompts.get(news.number)) is not None:
             self._end(prompt)
 
-    def _open(self, sources: tuple[KVShard, ...] | None) -> None:
+    def _open(self, described: Described) -> None:
         """Open a transfer link, if the other group is ready for one."""
+        sources = described.shards
         try:
             destinations = self._transfers.get_metadata()
             if sources is None or destinations is None:
-                _LOG.warning("prompts are computed here: a group has no blocks for the other")
-                self._lose_link("a group has no blocks for the other")
+                own_fault = "this group's host tier is not there yet"
+                self._lose_link(described.fault if sources is None else own_fault)
                 return
             place = self._prefill.open_meeting(len(sources) + len(destinations))
             link = TransferLink(
@@ -557,6 +562,9 @@ class RemotePrefillPart(DriverPart):
                 self._transfers.close()
             except WorkerDaemonError as error:
                 _LOG.info("a rank of the link does not answer: %s", error)
+        elif cause != self._cause:  # it is tried again and again
+            _LOG.warning("prompts are computed here: %s", cause)
+        self._cause = cause
         self._counts.num_lost_links += 1
         self._link, self._is_open, self._has_failed = None, False, True
         self._counts.is_linked = False

@@ -79,11 +79,11 @@ class GroupTransfers:
         self._ask_again_at = 0.0
 
     def get_metadata(self) -> tuple[kt.KVShard, ...] | None:
-        """Return what the ranks of another group must know of each rank, in rank order; None if
-        their blocks are of no use to others: without a host tier, and if layers differ in their KV
-        heads.
+        """Return what the ranks of another group must know of each rank, in rank order; None
+        without a host tier.
 
         Raises:
+            ConfigError: another group cannot use their blocks.
             WorkerDied, WorkerError, DeadlineExceeded: a rank does not answer.
         """
         ask = partial(kt.GetKVConnectorHandshakeMetadata, epoch=self._channel.epoch)

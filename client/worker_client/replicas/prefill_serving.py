@@ -151,11 +151,13 @@ class PrefillServing:
 
     def describe(self) -> None:
         """Tell what the ranks keep. A group without a host tier gets no prompts."""
-        shards, scheduler = None, self._driver.scheduler
+        described, scheduler = Described(None), self._driver.scheduler
         if isinstance(scheduler, ExchangingScheduler) and scheduler.exchange is not None:
-            with suppress(WorkerDaemonError):  # the next step recovers from it
-                shards = self._transfers.get_metadata()
-        self._tell(Described(shards))
+            try:
+                described = Described(self._transfers.get_metadata())
+            except WorkerDaemonError as error:  # from most of these the next step recovers
+                described = Described(None, str(error))
+        self._tell(described)
 
     def open_link(self, link: TransferLink) -> None:
         self._leave(self._link)

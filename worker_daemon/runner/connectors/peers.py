@@ -20,7 +20,7 @@ from msgspec import structs
 from torch import Tensor
 
 from rpc_schema import kv_transfer as kt
-from rpc_schema.errors import FencedError, TransferError, WorkerError
+from rpc_schema.errors import ConfigError, FencedError, TransferError, WorkerError
 from worker_daemon.contracts.arrays import Int32s
 from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.device.side_stream import open_side_stream
@@ -187,6 +187,37 @@ class PeerTransfers:
         """Wait until nothing touches the slots any more, after close()."""
         if self._link is not None:
             self._link.await_end(timeout_s)
+
+
+class NoTransfers:
+    """Takes the place of PeerTransfers where other groups cannot use this rank's blocks."""
+
+    def __init__(self, refusal: ConfigError) -> None:
+        """refusal: says why."""
+        self._refusal = refusal
+
+    @property
+    def shard(self) -> kt.KVShard:
+        """Raises ConfigError."""
+        raise self._refusal.with_traceback(None)
+
+    def open(self, message: kt.OpenKVTransfer) -> None:
+        """Raises ConfigError."""
+        raise self._refusal.with_traceback(None)
+
+    def move(self, message: kt.MoveKVBlocks) -> None:
+        """Raises ConfigError."""
+        raise self._refusal.with_traceback(None)
+
+    def report(self, call: int) -> kt.GetKVTransfersReply:
+        """Return that there is no link."""
+        return kt.GetKVTransfersReply(call=call)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def await_end(self, timeout_s: float) -> None:
+        """Do nothing."""
 
 
 class _PeerLink:

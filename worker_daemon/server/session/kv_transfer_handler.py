@@ -67,7 +67,7 @@ class KVTransferHandler:
     def _peers(self) -> KVPeers:
         peers = self._progress.snapshot.description.peers
         if peers is None:
-            problem = "this rank has no blocks that another group can use"
-            fix = "load the group with a host tier, and layers of the same KV heads"
+            problem = "this rank has no host tier, or not yet"
+            fix = "load the group with one"
             raise config_error("cache.kv_host_memory_bytes", 0, problem, fix)
         return peers
