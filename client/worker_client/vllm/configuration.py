@@ -99,6 +99,7 @@ def worker_config(
             gpu_memory_utilization=cache.gpu_memory_utilization,
             kv_cache_memory_bytes=cache.kv_cache_memory_bytes,
             kv_cache_dtype=_CACHE_DTYPES[str(cache.cache_dtype)],
+            prompt_attention_dtype=settings.prompt_attention_dtype,
             kv_host_memory_bytes=_rank_bytes(vllm_config),
         ),
         graph=GraphConfig(enforce_eager=model.enforce_eager),

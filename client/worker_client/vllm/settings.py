@@ -8,6 +8,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from rpc_schema.config import PromptAttentionDtype
 from rpc_schema.lease import DEFAULT_LEASE_TTL_MS
 from worker_client.errors import config_error
 from worker_client.group.replacement import REPLACE_WITHIN_S
@@ -58,6 +59,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """None: the daemons' default."""
     suffix_lookup: bool = False
     """Look drafts of vLLM's method ngram up in the outputs of earlier requests, too."""
+    prompt_attention_dtype: PromptAttentionDtype = "auto"
+    """fp8 computes long prompts with products in FP8, over a KV cache in FP8: see CacheConfig."""
     running_requests: Literal["keep", "recompute"] = "keep"
     """Running requests go on after a weight update with the KV that they have, or with KV of the
     new weights (GroupWeights.start_update)."""

@@ -86,6 +86,7 @@ def test_every_field_is_translated():
 def test_settings_name_the_directory_on_the_daemons_hosts():
     ours = worker_config(vllm_config(), Settings(model="/there"), "/here")
     assert ours.model.model == "/there"
+    assert ours.cache.prompt_attention_dtype == "auto"
     assert ours.scheduler.step_deadline_ms == SchedulerConfig().step_deadline_ms
     assert ours.lora == LoraConfig()
 
@@ -129,7 +130,9 @@ def test_quantized_weights(method, config, ours):
 def test_cache_in_fp8(theirs, ours):
     config = vllm_config(cache_config__cache_dtype=theirs)
     check_config(config)
-    assert worker_config(config, Settings(), "/m").cache.kv_cache_dtype == ours
+    settings = Settings(prompt_attention_dtype="fp8")
+    cache = worker_config(config, settings, "/m").cache
+    assert (cache.kv_cache_dtype, cache.prompt_attention_dtype) == (ours, "fp8")
 
 
 @pytest.mark.parametrize("load_format", ["auto", "safetensors", "dummy", "sharded_state"])

@@ -36,6 +36,7 @@ def test_without_a_section_all_have_their_defaults(additional_config):
         ({"wait_s": "1"}, "wait_s"),
         ({"logits_processors": "a"}, "logits_processors"),
         ({"running_requests": "drop"}, "running_requests"),
+        ({"prompt_attention_dtype": "fp4"}, "prompt_attention_dtype"),
         ([], "array"),
         (None, "null"),
     ],
