@@ -37,6 +37,7 @@ from tests.support.serving import (
     scheduler_limits,
     worker_config,
 )
+from tests.support.waiting import wait_until
 from worker_client.driver import Driver
 from worker_client.driver_parts.request_uploads import UPLOADS_LOST
 from worker_client.errors import RequestError, StepFailed
@@ -295,6 +296,7 @@ def test_adopted_request_without_its_upload_ends_alone(daemons, checkpoint):
             driver.add_request(request)
         while len(first.slots) < 3:
             driver.step()
+        wait_until(lambda: first.get_status()[0].num_requests == 3, "the daemon has all three")
         with WorkerGroup(endpoints, config.parallel, lease=LONG_LEASE) as group:
             group.attach(force=True, keep_requests=True)
             loaded = group.prepare(config, num_gpu_blocks=256)
