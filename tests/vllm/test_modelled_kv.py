@@ -474,7 +474,10 @@ def cached_hashes(core):
         maybe_convert_block_hash,
     )
 
-    hashes = (each.block_hash for each in core.scheduler.kv_cache_manager.block_pool.blocks)
+    pool = core.scheduler.kv_cache_manager.block_pool
+    hashes = [each.block_hash for each in pool.blocks]
+    for further in pool.cached_block_hashes_by_block.values():  # of beginnings of a block
+        hashes += further
     return Counter(
         (get_group_id(each), maybe_convert_block_hash(get_block_hash(each)))
         for each in hashes
