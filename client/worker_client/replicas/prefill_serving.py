@@ -285,7 +285,7 @@ class PrefillServing:
             part = contents[first : first + most]
             self._num_moves += 1
             self._moving[self._num_moves] = part
-            step = max(each.step for each in stored[first : first + most])
+            step = max(each.filled_before for each in stored[first : first + most])
             blocks = self._exchange.blocks_of(part)
             try:
                 move = BlockMove(self._num_moves, self._scheduler.prefix_tag, blocks)
