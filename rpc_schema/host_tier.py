@@ -14,7 +14,7 @@ from rpc_schema.moved_blocks import NO_TRAFFIC, BlockTraffic, MovedHashes, Moved
 class HostTierMoves(FramedExtension, frozen=True, tag=2, kw_only=True):
     """Blocks that a step copies to the host tier and from there, before its forward pass: all
     stores, then all loads. A block to store has the contents that the steps before have left; a
-    step may give it to a request, or load into it.
+    step may give it to a request, or load into it. Those of num_filled are the exception.
 
     A load whose slot does not hold this hash, of this tag and of the present weights, or whose
     bytes have changed, fills its block with NaN: requests that read it get NO_TOKEN, on any rank
@@ -26,7 +26,7 @@ class HostTierMoves(FramedExtension, frozen=True, tag=2, kw_only=True):
     hash_bytes: HashBytes
     """Length of each hash."""
     store_blocks: MovedNumbers = b""
-    """[S] no block twice."""
+    """[S] no block twice, but once more among those of num_filled."""
     store_slots: MovedNumbers = b""
     """[S] no slot twice, and none of load_slots."""
     store_hashes: MovedHashes = b""
@@ -42,6 +42,9 @@ class HostTierMoves(FramedExtension, frozen=True, tag=2, kw_only=True):
     are_idle: bool = False
     """The blocks to load are of no account to the steps before this one, which may still run, nor
     are they stored by this one: so the loads wait for none of them."""
+    num_filled: Count = 0
+    """The last so many stores are of blocks as this step leaves them: while it is computed, as far
+    as layers have been written, else behind its forward pass."""
 
 
 class HostTierStatus(Value, frozen=True, kw_only=True):

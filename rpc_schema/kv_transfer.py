@@ -3,8 +3,9 @@ model in another way. All ranks of both groups form a transfer link, over which 
 send and the destination's receive, beside their steps.
 
 The driver of both groups says which slots move where, as it does for steps (host_tier.py). Daemons
-send only what their slots hold under the given hashes. The destination loads a block as any other
-of its tier: one whose bytes have changed on the way is filled with NaN.
+send only what their slots hold under the given hashes, layer by layer while a step fills them. The
+destination loads a block as any other of its tier: one whose bytes have changed on the way is
+filled with NaN.
 """
 
 from typing import Annotated, Final, Literal, TypeAlias

@@ -33,8 +33,9 @@ NUM_BLOCKS, NUM_SLOTS = 12, 9
 FROM_FILES = SourceIdentity(b"content", b"place", b"stamps")
 
 
-def moves_of(stores=(), loads=(), **fields):
-    """A step's moves from (block, slot, hash) each. num_beside: of the loads, the last ones."""
+def moves_of(stores=(), loads=(), filled=(), **fields):
+    """A step's moves from (block, slot, hash) each. num_beside: of the loads, the last ones.
+    filled: stores of blocks that the step fills."""
 
     def columns(moved):
         blocks, slots, hashes = zip(*moved, strict=True) if moved else ((), (), ())
@@ -42,7 +43,8 @@ def moves_of(stores=(), loads=(), **fields):
         return [*packed, b"".join(hashes)]
 
     names = ("blocks", "slots", "hashes")
-    kinds = (("store", columns(stores)), ("load", columns(loads)))
+    kinds = (("store", columns([*stores, *filled])), ("load", columns(loads)))
+    fields = {"num_filled": len(filled)} | fields
     found = {f"{k}_{n}": own for k, each in kinds for n, own in zip(names, each, strict=True)}
     return HostTierMoves(**({"block_tag": TAG, "hash_bytes": HASH_BYTES} | found | fields))
 
@@ -111,7 +113,16 @@ class ModelledTier:
         in_place = memory == "device" and device != "cpu"
         self.rows = DeviceRows(*size) if in_place else HostRows(*size, mapping)
         self.rows.pin_ahead()
-        self.tier = HostTier(blocks, self.rows, self.state, self.weights, parts, kept, memory)
+        # Two KV groups, whose layers are computed in any order. The blocks are those of the first.
+        layers = rng.sample(range(6), 6)
+        layers = layers[:3], layers[3:]
+        kept_in = kept, memory, layers
+        self.layers = [layers[0].index(each) if each in layers[0] else None for each in range(6)]
+        """The page that each layer writes; None: one of other blocks."""
+        self.tier = HostTier(blocks, self.rows, self.state, self.weights, parts, *kept_in)
+        self.parts = parts
+        self.on_layer = lambda: None
+        """Called after each layer of a step that tells of them."""
         self.connectors = KVConnectors([self.tier])
         self.seq = 0
         gaps = self.state.draft_gaps.of_blocks
@@ -163,10 +174,11 @@ class ModelledTier:
         row[self.rng.randrange(len(row))] ^= 1 << self.rng.randrange(8)
         self.slots[slot] = (self.slots[slot][0], None)
 
-    def step(self, stores, loads, num_beside=0, **fields):
-        """Move blocks with a step, and return the loads that it waits for."""
+    def step(self, stores, loads, num_beside=0, filled=(), *, fails=False, **fields):
+        """Move blocks with a step, and return the loads that it waits for. fails: on its way
+        through the layers."""
         self.seq += 1
-        moves = moves_of(stores, loads, num_beside=num_beside, **fields)
+        moves = moves_of(stores, loads, filled, num_beside=num_beside, **fields)
         values = self.state.parts.check_step((moves,), (), self.state.limits)
         step = self.state.dummy_step(self.seq)._replace(step_values=values)
         loaded = self.connectors.begin(step)
@@ -174,7 +186,36 @@ class ModelledTier:
             self.slot_gaps[slot] = self.gaps[block]
         for block, slot, _ in loads:
             self.gaps[block] = self.slot_gaps[slot]
+        storing = self.connectors.store_in_step(step)
+        assert (storing is None) == (not filled)
+        if storing is not None:
+            self._fill(storing, [block for block, *_ in filled], fails=fails)
+        if fails:
+            self.state.mark_failed(self.seq)
+            return loaded
+        for block, slot, _ in filled:
+            self.slot_gaps[slot] = self.gaps[block]
         return loaded
+
+    def _fill(self, storing, blocks, *, fails):
+        """Compute blocks, layer by layer, or in one piece as a graph does."""
+        for block in blocks:
+            self.blocks[block] = self._content()
+        tells = storing.watches_layers and self.rng.random() < 0.7
+        for layer, page in enumerate(self.layers):
+            for block in blocks if page is not None else ():
+                own = np.frombuffer(self.blocks[block][0], np.uint8)
+                own = own.reshape(self.pages.shape[0], -1)[page].copy()
+                self.pages[page, block] = torch.from_numpy(own).to(self.device)
+            if tells:
+                storing.layer_written(layer)
+                self.on_layer()
+            if fails and self.rng.random() < 0.3:
+                break
+        for block in blocks:
+            self._write(block, self.blocks[block])
+        if not fails:
+            storing.end()
 
     def random_step(self):
         """Move random blocks, and return the loads that the step waits for, with the blocks of
@@ -184,7 +225,7 @@ class ModelledTier:
         read = {slot for _, _, slots in self.beside for slot in slots}
         sources = rng.sample(known, rng.randint(0, min(3, len(known))))
         targets = rng.sample(
-            [s for s in range(NUM_SLOTS) if s not in {*sources, *read}], rng.randint(0, 3)
+            [s for s in range(NUM_SLOTS) if s not in {*sources, *read}], rng.randint(0, 5)
         )
         stores = [
             (block, slot, rng.randbytes(HASH_BYTES))
@@ -197,13 +238,25 @@ class ModelledTier:
             loads.append((block, slot, self.slots[slot][0] if is_known else bytes(HASH_BYTES)))
         num_beside = rng.randint(0, len(loads)) if rng.random() < 0.5 else 0
         split = len(loads) - num_beside
-        busy = {block for block, *_ in stores}.union(*(blocks for blocks, *_ in self.beside))
+        coming = {block for block, *_ in loads}.union(*(blocks for blocks, *_ in self.beside))
+        filled = [
+            (block, slot, rng.randbytes(HASH_BYTES))
+            for block, slot in zip(
+                rng.sample([b for b in self.blocks if b not in coming], 3),
+                targets[3:],
+                strict=False,
+            )
+        ]
+        busy = {block for block, *_ in (*stores, *filled)}
+        busy = busy.union(*(blocks for blocks, *_ in self.beside))
         are_idle = busy.isdisjoint(block for block, *_ in loads) and rng.random() < 0.5
         if are_idle and self.device.type == "cuda":
             torch.cuda.synchronize()  # else steps in flight might touch the blocks
-        loaded = self.step(stores, loads, num_beside, are_idle=are_idle)
-        for block, slot, name in stores:
-            self.slots[slot] = (name, self.blocks[block])
+        stored = [(slot, name, self.blocks[block]) for block, slot, name in stores]
+        loaded = self.step(stores, loads, num_beside, filled, are_idle=are_idle)
+        stored += [(slot, name, self.blocks[block]) for block, slot, name in filled]
+        for slot, name, content in stored:
+            self.slots[slot] = (name, content)
         invalid = set()
         for block, slot, name in loads:
             content = self.slots[slot][1] if self.slots[slot][0] == name else None

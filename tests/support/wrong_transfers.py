@@ -181,6 +181,7 @@ def main(patch: pytest.MonkeyPatch) -> None:
         from worker_daemon.runner.connectors.host_tier import HostTier, Moves
 
         send, receive, store = PeerChannel.send, PeerChannel.receive, HostTier.store
+        store_in_step = HostTier.store_in_step
 
         def send_wrongly(self, messages):
             changed = []
@@ -208,7 +209,23 @@ def main(patch: pytest.MonkeyPatch) -> None:
 
         patch.setattr(PeerChannel, "send", send_wrongly)
         patch.setattr(PeerChannel, "receive", receive_wrongly)
+
+        def store_wrongly_in_step(self, step):
+            found = store_in_step(self, step)
+            if found is not None:
+                end = found.end
+                moves = [each for _, each in step.step_values.data if isinstance(each, Moves)]
+
+                def end_wrongly():
+                    end()
+                    for each in moves:
+                        change(self, each.filled_slots)
+
+                found.end = end_wrongly
+            return found
+
         patch.setattr(HostTier, "store", store_wrongly)
+        patch.setattr(HostTier, "store_in_step", store_wrongly_in_step)
         return worker
 
     patch.setattr(assembly, "make_worker", make_wrong)

@@ -15,7 +15,32 @@ HANDLE_BYTES: Final = 64
 _LIBRARY = "libcuda.so.1"
 _LAZY_PEER_ACCESS = 1
 _OUT_OF_MEMORY = 2
-_LAUNCH = "cuMemcpyAsync"
+_LAUNCHES: Final = ("cuMemcpyAsync", "cuMemcpy2DAsync_v2")
+_UNIFIED: Final = 4
+"""CU_MEMORYTYPE_UNIFIED: the driver knows an address's device."""
+
+
+class _Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = (
+        ("srcXInBytes", c_size_t),
+        ("srcY", c_size_t),
+        ("srcMemoryType", c_uint),
+        ("srcHost", c_void_p),
+        ("srcDevice", c_uint64),
+        ("srcArray", c_void_p),
+        ("srcPitch", c_size_t),
+        ("dstXInBytes", c_size_t),
+        ("dstY", c_size_t),
+        ("dstMemoryType", c_uint),
+        ("dstHost", c_void_p),
+        ("dstDevice", c_uint64),
+        ("dstArray", c_void_p),
+        ("dstPitch", c_size_t),
+        ("WidthInBytes", c_size_t),
+        ("Height", c_size_t),
+    )
 
 
 class _IpcMemHandle(ctypes.Structure):
@@ -30,7 +55,8 @@ _SIGNATURES: Final[Mapping[str, Sequence[type[Any]]]] = {
     "cuCtxPopCurrent_v2": (c_void_p,),
     "cuMemAlloc_v2": (c_void_p, c_size_t),
     "cuMemFree_v2": (c_uint64,),
-    _LAUNCH: (c_uint64, c_uint64, c_size_t, c_void_p),
+    "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
+    "cuMemcpy2DAsync_v2": (c_void_p, c_void_p),
     "cuIpcGetMemHandle": (c_void_p, c_uint64),
     "cuIpcOpenMemHandle_v2": (c_void_p, _IpcMemHandle, c_uint),
     "cuIpcCloseMemHandle": (c_uint64,),
@@ -46,8 +72,8 @@ class IpcDriver:
         try:
             library, launcher = ctypes.CDLL(_LIBRARY), ctypes.PyDLL(_LIBRARY)
             self._functions = {name: library[name] for name in _SIGNATURES}
-            # It keeps the interpreter, which other threads would take after each of many copies.
-            self._functions[_LAUNCH] = launcher[_LAUNCH]
+            # They keep the interpreter, which other threads would take after each of many copies.
+            self._functions |= {name: launcher[name] for name in _LAUNCHES}
         except (OSError, AttributeError) as error:
             problem = f"memory cannot be shared with other processes: {error}"
             raise TransferError(
@@ -103,7 +129,24 @@ class IpcDriver:
 
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         """Start a copy on a stream. Raises TransferError."""
-        self._call(_LAUNCH, target, source, num_bytes, stream)
+        self._call("cuMemcpyAsync", target, source, num_bytes, stream)
+
+    def copy_columns(
+        self, target: int, source: int, pitch: int, num_bytes: int, num_rows: int, stream: int
+    ) -> None:
+        """Start to copy so many bytes of each of some rows on a stream; pitch: from a row to the
+        next, on both sides. Raises TransferError."""
+        made = _Copy2D(
+            srcMemoryType=_UNIFIED,
+            srcDevice=source,
+            srcPitch=pitch,
+            dstMemoryType=_UNIFIED,
+            dstDevice=target,
+            dstPitch=pitch,
+            WidthInBytes=num_bytes,
+            Height=num_rows,
+        )
+        self._call("cuMemcpy2DAsync_v2", byref(made), stream)
 
     def _call(self, name: str, *arguments: object) -> None:
         _check(name, self._functions[name](*arguments))

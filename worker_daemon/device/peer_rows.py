@@ -18,9 +18,9 @@ from worker_daemon.device.ipc_driver import IpcDriver
 class MappedRows(Protocol):
     """Rows of another process. Belongs to one thread, whose device is current."""
 
-    def copy(self, sources: Int32s, target: Tensor, targets: Int32s) -> None:
-        """Start to copy rows, [n] sources, to rows of target, uint8 [rows, bytes of a row], on the
-        current stream. Raises TransferError."""
+    def copy(self, sources: Int32s, target: Tensor, targets: Int32s, columns: slice) -> None:
+        """Start to copy bytes of rows, [n] sources, to the same ones of rows of target, uint8
+        [rows, bytes of a row], on the current stream. Raises TransferError."""
 
     def close(self) -> None:
         """Unmap them. No copy is in progress. Idempotent."""
@@ -41,17 +41,17 @@ class PeerRows:
             self.close()
             raise TransferError(f"{num_rows} rows of {row_bytes} bytes are more than {size} bytes")
 
-    def copy(self, sources: Int32s, target: Tensor, targets: Int32s) -> None:
+    def copy(self, sources: Int32s, target: Tensor, targets: Int32s, columns: slice) -> None:
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        width = self._row_bytes
-        assert target.is_contiguous() and target.shape[1] == width
+        pitch, width = self._row_bytes, columns.stop - columns.start
+        assert target.is_contiguous() and target.shape[1] == pitch
         for source, place, count in runs_of(sources, targets):
-            self._driver.copy(
-                target.data_ptr() + place * width,
-                self._address + source * width,
-                count * width,
-                stream,
-            )
+            to = target.data_ptr() + place * pitch + columns.start
+            address = self._address + source * pitch + columns.start
+            if width == pitch or count == 1:
+                self._driver.copy(to, address, count * width, stream)
+            else:
+                self._driver.copy_columns(to, address, pitch, width, count, stream)
 
     def close(self) -> None:
         if self._address:

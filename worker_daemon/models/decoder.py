@@ -6,9 +6,10 @@ addition, both between layers and between stages, so that a split model computes
 bits.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -108,6 +109,13 @@ class DecoderLayer:
         yield from self._mlp.parameters()
 
 
+LayerWritten: TypeAlias = Callable[[int], None]
+"""Is told that a layer has written what it keeps of a step's tokens, or will have once the work is
+done that was launched so far: its number on this stage."""
+
+_LayerInputs: TypeAlias = tuple[DecoderLayer | EncoderLayer, Tensor, AttentionMetadata, int | None]
+
+
 class StageStart(NamedTuple):
     """The start of the first stage."""
 
@@ -167,6 +175,7 @@ class DecoderStage:
         self._end = end
         self._attention = attention
         self._setup = setup
+        self._layer_written: LayerWritten | None = None
 
     @property
     def ops_name(self) -> str:
@@ -225,8 +234,7 @@ class DecoderStage:
         step = AttentionStep(positions, no_table, metadata[0])
         caches = kv_caches or [hidden.new_empty(0)] * len(self._layers)
         part: Part = None
-        each = zip(self._layers, caches, metadata, self._tables, strict=True)
-        for layer, kv_cache, own, index in each:
+        for layer, kv_cache, own, index in self._in_order(caches, metadata):
             table = no_table if index is None else self.rotary[index]
             if own is not step.metadata or table is not step.rotary_table:
                 step = AttentionStep(positions, table, own)
@@ -234,6 +242,20 @@ class DecoderStage:
         if exchange is not None:
             exchange.end()
         return residual_stream(part, hidden, self._setup.ops, self._setup.tp)
+
+    def watched(self, layer_written: "LayerWritten") -> "DecoderStage":
+        """Return this stage, with all that it owns, which calls a function after each layer of a
+        forward pass: once its work was launched, with its number on this stage."""
+        stage = copy(self)
+        stage._layer_written = layer_written
+        return stage
+
+    def _in_order(
+        self, kv_caches: Sequence[Tensor], metadata: Sequence[AttentionMetadata]
+    ) -> "Iterable[_LayerInputs]":
+        """Return each layer with its cache, its metadata and the number of its table."""
+        each = zip(self._layers, kv_caches, metadata, self._tables, strict=True)
+        return each if self._layer_written is None else _telling(each, self._layer_written)
 
     def join_experts(self) -> None:
         """Make the exchanges that other replicas still expect in the forward pass that has begun,
@@ -413,6 +435,12 @@ class DecoderStage:
     def num_layers(self) -> int:
         """Local layers."""
         return len(self._layers)
+
+
+def _telling(layers: Iterable[_LayerInputs], layer_written: LayerWritten) -> Iterator[_LayerInputs]:
+    for number, each in enumerate(layers):
+        yield each
+        layer_written(number)
 
 
 def _views(parameters: Iterable[Parameter]) -> dict[str, Tensor]:

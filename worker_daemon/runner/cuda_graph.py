@@ -7,6 +7,7 @@ capture; all of these stay where they are while the runner lives.
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from worker_daemon.distributed.ep import ReplicaExperts
 from worker_daemon.drafting.interface import Replay
+from worker_daemon.models.decoder import LayerWritten
 from worker_daemon.runner.graph_recorder import GraphRecorder, RecordedGraph
 from worker_daemon.runner.input_batch import StepInputs
 from worker_daemon.runner.model_runner import ModelRunner
@@ -184,6 +186,12 @@ class GraphedProgram:
         self._arrived = arrived
         self._graphs: dict[StepPlan, RecordedGraph[StageOutput]] = {}
         self._recorder = recorder
+
+    def watched(self, layer_written: LayerWritten) -> "GraphedProgram":
+        """See StageProgram. The graphs are the same."""
+        watched = copy(self)
+        watched._eager = self._eager.watched(layer_written)
+        return watched
 
     def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
         recorded, exchange = self._graphs.get(inputs.plan), self._exchange

@@ -406,15 +406,20 @@ class ModelRunner:
             step = step._replace(shared_size=self.inputs.size_of_all(tokens))
             has_all_layers = of_replicas is not None
             self._shared_experts.begin(step.shared_size, has_all_layers=has_all_layers)
-        connectors, loaded = self.connectors, None
+        connectors, loaded, program, storing = self.connectors, None, self._program, None
         try:
             if connectors is not None and (step.step_values.data or connectors.beside.is_loading):
                 loaded = connectors.begin(step)
-            computed = self._stage.forward(self._program, step)
+                storing = connectors.store_in_step(step)
+                if storing is not None and storing.watches_layers:
+                    program = program.watched(storing.layer_written)
+            computed = self._stage.forward(program, step)
             if step.deferred is not None:
                 later = np.repeat(step.deferred, step.num_samples)
                 computed = self._defer(step.seq, computed, later)
             reply = self._stage.sample(computed, identity)
+            if storing is not None:
+                storing.end()
         except Exception as error:
             if step.deferred is not None:
                 lost = self.inputs.lost(step, step.deferred)

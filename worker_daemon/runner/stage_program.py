@@ -4,6 +4,7 @@ Shapes: N tokens, H hidden size, R samples; N and R with padding.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from worker_daemon.contracts.arrays import Int32s
 from worker_daemon.contracts.attention import AttentionMetadata
 from worker_daemon.drafting.interface import ComputedStep, Drafter
-from worker_daemon.models.decoder import DecoderStage
+from worker_daemon.models.decoder import DecoderStage, LayerWritten
 from worker_daemon.runner.draft_verifier import DraftVerifier
 from worker_daemon.runner.input_batch import StepInputs
 from worker_daemon.runner.kv_cache import LayerKV
@@ -39,6 +40,10 @@ class StageProgram(Protocol):
     def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
         """arrived: [num_tokens, H] from the stage before, perhaps with experts behind it; [0, H] on
         the first stage."""
+
+    def watched(self, layer_written: LayerWritten) -> "StageProgram":
+        """Return the same program, which tells of each layer. One that launches several layers at
+        once, as a graph does, tells of none."""
 
 
 class EagerProgram:
@@ -99,6 +104,12 @@ class EagerProgram:
             self._experts,
             shares_experts=self._shares_experts,
         )
+
+    def watched(self, layer_written: LayerWritten) -> "EagerProgram":
+        """See StageProgram."""
+        watched = copy(self)
+        watched._stage = self._stage.watched(layer_written)
+        return watched
 
     def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
         inputs.packed.take()

@@ -39,6 +39,12 @@ def block_parts(plan: KVCacheConfig, model: LoadedModel, parallel: ParallelState
     return BlockParts(tuple(sections))
 
 
+def layers_of_pages(plan: KVCacheConfig, model: LoadedModel) -> list[list[int]]:
+    """Return, by KV group, the number on this rank of the layer that has each page."""
+    numbers = {spec.layer_name: number for number, spec in enumerate(model.kv_cache_specs)}
+    return [[numbers[name] for name in group.layer_names] for group in plan.groups]
+
+
 def own_shard(
     plan: KVCacheConfig, model: LoadedModel, parallel: ParallelState, parts: BlockParts
 ) -> OwnShard:

@@ -30,7 +30,7 @@ from worker_daemon.runner.connectors.tier_index import FORMAT, SlotLayout
 from worker_daemon.runner.kv_cache import BlockPages
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.token_history import TokenHistory
-from worker_daemon.worker.block_layout import block_parts, own_shard
+from worker_daemon.worker.block_layout import block_parts, layers_of_pages, own_shard
 from worker_daemon.worker.filing import check_kv_files, open_filed_blocks
 from worker_daemon.worker.host_memory import (
     TierMemory,
@@ -183,7 +183,8 @@ class KVOutside:
         parts = block_parts(plan, model, parallel)
         kept = None if memory.index is None else KeptSlots(memory.index, history.has_confirmed)
         where = model.config.cache.kv_tier_memory
-        tier = HostTier(pages, memory.rows, state, model.weights, parts, kept, where)
+        layers = layers_of_pages(plan, model)
+        tier = HostTier(pages, memory.rows, state, model.weights, parts, kept, where, layers)
         try:
             own = own_shard(plan, model, parallel, parts)
         except ConfigError as refusal:
@@ -196,7 +197,7 @@ class KVOutside:
             memory.rows.rows,
             tier.arrivals,
             tier.counts,
-            tier.have_left,
+            tier.pieces_left,
             state.host_contents,
             shared,
         )

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.moved_blocks import MAX_MOVED_BLOCKS
 from worker_client.driver import Driver
-from worker_client.driver_parts.interface import DriverPart
+from worker_client.driver_parts.interface import DriverPart, StepInFlight
 from worker_client.driver_parts.remote_prefill import (
     Described,
     ExchangingScheduler,
@@ -32,6 +32,8 @@ from worker_client.scheduler.outgoing_contents import StoredContents
 
 POLL_S: Final = 0.001
 """Pause between questions after moves in progress, of a group that does nothing else."""
+GRANT_POLL_S: Final = 0.0005
+"""Longest pause between two looks for the end of a step whose blocks wait for slots."""
 LOOK_S: Final = 0.25
 """Interval at which an idle group looks for dead daemons."""
 MAX_AHEAD: Final = 1024
@@ -77,20 +79,35 @@ class _Unconfirmed(NamedTuple):
 class _SendsInFlight(DriverPart):
     """Begins to send what steps store while they are in flight."""
 
-    def __init__(self, send_all: Callable[[], None]) -> None:
+    def __init__(
+        self, send_all: Callable[[], None], await_grants: Callable[[Callable[[], bool]], None]
+    ) -> None:
         self._send_all = send_all
+        self._await_grants = await_grants
 
     def work_in_flight(self) -> bool:
         self._send_all()
         return False
+
+    def complete(self, flight: StepInFlight) -> None:
+        with suppress(WorkerDaemonError):  # the driver meets it where it waits for the result
+            self._await_grants(flight.future.done)
 
 
 class PrefillServing:
     """Owned by PrefillThread, whose thread calls it: prompts that are computed, and blocks that are
     kept for the other group."""
 
-    def __init__(self, driver: Driver, tell: Callable[[PrefillNews], None]) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        tell: Callable[[PrefillNews], None],
+        obey: "Callable[[PrefillServing, float], bool]" = lambda serving, wait_s: False,
+    ) -> None:
+        """obey: carries out the next command, if one is there within so many seconds; returns False
+        once none is to be carried out any more."""
         self._driver = driver
+        self._obey = obey
         self._transfers = driver.group.transfers
         self._tell = tell
         self._prompts: dict[int, _PromptToSend] = {}
@@ -105,7 +122,7 @@ class PrefillServing:
         so no block of a prompt's last chunk waits for the news of its end."""
         self._num_failures = 0
         """Failures of steps before the first of these was sent."""
-        driver.add_part(_SendsInFlight(self._send_all))
+        driver.add_part(_SendsInFlight(self._send_all, self._await_grants))
         self._must_step = False
         """A step is to be sent, even with nothing to compute: it stores blocks, and tells daemons
         which prompts have ended."""
@@ -247,6 +264,16 @@ class PrefillServing:
         for prompt in [*self._prompts.values()]:
             self._send_filled(prompt)
 
+    def _await_grants(self, has_ended: Callable[[], bool]) -> None:
+        """Carry out commands while the oldest step in flight has not ended, and blocks wait for
+        slots: so they move while it runs."""
+        while self._waits_for_slots and not has_ended() and self._obey(self, GRANT_POLL_S):
+            pass
+
+    @property
+    def _waits_for_slots(self) -> bool:
+        return any(prompt.stored and prompt.granted is None for prompt in self._prompts.values())
+
     def _send_filled(self, prompt: _PromptToSend) -> None:
         """Send what steps store of a prompt since the last call, if there are slots for it; end
         the prompt once the last of it was sent and is right."""
@@ -287,7 +314,7 @@ class PrefillServing:
             part = contents[first : first + most]
             self._num_moves += 1
             self._moving[self._num_moves] = part
-            step = max(each.step for each in stored[first : first + most])
+            step = max(each.filled_before for each in stored[first : first + most])
             blocks = self._exchange.blocks_of(part)
             try:
                 move = BlockMove(self._num_moves, self._scheduler.prefix_tag, blocks)

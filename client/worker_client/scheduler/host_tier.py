@@ -20,6 +20,8 @@ class HostPlace:
         self.slots = TierSlots(num_slots)
         self._stores: dict[bytes, tuple[int, int]] = {}
         """Block and slot of what the next step stores. No step before it may load them."""
+        self._filled: dict[bytes, tuple[int, int]] = {}
+        """Likewise, of blocks that the next step fills."""
         self._loads: dict[int, bytes] = {}
         """Keys of what the next step loads, by block."""
         self._sources: dict[int, int] = {}
@@ -35,7 +37,7 @@ class HostPlace:
     @property
     def has_moves(self) -> bool:
         """True if the next step has something to move."""
-        return bool(self._stores or self._loads)
+        return bool(self._stores or self._filled or self._loads)
 
     def __contains__(self, key: bytes) -> bool:
         """Return True if the next step can load contents."""
@@ -118,10 +120,13 @@ class HostPlace:
             self._stores[key] = (block_id, slot)
         return slot is not None
 
-    def pin(self, key: bytes, block_id: int | None) -> int | None:
+    def pin(self, key: bytes, block_id: int | None, *, is_filled: bool = False) -> int | None:
         """Keep contents in their slot until TierSlots.unpin(), and return it; None if they are in
-        none, or no slot is free for those of a block, which the next step then stores."""
-        if block_id is not None:
+        none, or no slot is free for those of a block, which the next step then stores. is_filled:
+        it is that step which fills the block, and which is planned but for its moves."""
+        if block_id is not None and is_filled:
+            self._store_filled(key, block_id)
+        elif block_id is not None:
             self.evict({block_id: key})
         slot = self.slots.get(key)
         if slot is not None:
@@ -129,12 +134,21 @@ class HostPlace:
             self.slots.pin((key,))
         return slot
 
+    def _store_filled(self, key: bytes, block_id: int) -> None:
+        is_full = len(self._stores) + len(self._filled) >= MAX_MOVED_BLOCKS
+        if key in self.slots or is_full:
+            return
+        slot = self.slots.put(key)
+        if slot is not None:
+            self._filled[key] = (block_id, slot)
+
     def take_moves(self, tag: bytes) -> tuple[HostMoves, ...]:
         """See OutsidePlace."""
-        if not (self._stores or self._loads):
+        if not (self._stores or self._filled or self._loads):
             return ()
-        keys = tuple(self._stores)
-        blocks, slots = zip(*self._stores.values(), strict=True) if keys else ((), ())
+        stores = {**self._stores, **self._filled} if self._filled else self._stores
+        keys = tuple(stores)
+        blocks, slots = zip(*stores.values(), strict=True) if keys else ((), ())
         stored = MovedBlocks(blocks, slots, keys)
         order: Sequence[int] = tuple(self._loads)
         beside = self._loads.keys() & self._beside.keys()
@@ -142,7 +156,7 @@ class HostPlace:
             order = sorted(order, key=beside.__contains__)
         sources = tuple(map(self._sources.__getitem__, order))
         loaded = MovedBlocks(order, sources, tuple(map(self._loads.__getitem__, order)))
-        moves = HostMoves(tag, stored, loaded, len(beside))
+        moves = HostMoves(tag, stored, loaded, len(beside), num_filled=len(self._filled))
         self._forget_plan()
         return (moves,)
 
@@ -159,6 +173,7 @@ class HostPlace:
         """See OutsidePlace."""
         for key in self.slots.held(keys):
             self._stores.pop(key, None)
+            self._filled.pop(key, None)
             self.slots.remove(key)
 
     def forget_all(self) -> None:
@@ -169,6 +184,7 @@ class HostPlace:
 
     def _forget_plan(self) -> None:
         self._stores.clear()
+        self._filled.clear()
         self._loads.clear()
         self._sources.clear()
         self.slots.next_step()

@@ -1,9 +1,9 @@
 """Blocks that another group gets of prompts that this one computes: each goes to host memory with
-the step behind the one that has filled it, and may be sent from then on. It is of use once the one
-that has filled it has succeeded."""
+the step that fills it or, if there is no room then, with a later one, and may be sent from then on.
+It is of use once the one that fills it has succeeded."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -29,11 +29,12 @@ class StepNumbers(Protocol):
 
 
 class StoredContents(NamedTuple):
-    """Contents, and the step that stores them, unless they were in their slots before. Those before
-    it have filled them."""
+    """Contents, and the step that stores them, unless they were in their slots before."""
 
     step: int
     contents: HeldContents
+    filled_before: int
+    """They are filled by steps before this one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,12 +71,30 @@ class OutgoingContents:
         """Keep what the steps sent so far have filled. The next step stores what only the KV cache
         has: call it whenever one is about to be planned."""
         for wanted in self._wanted.values():
-            if not all(self._is_kept(contents) for _, contents in wanted.kept):
+            if not all(self._is_kept(each.contents) for each in wanted.kept):
                 self._give_back(wanted)
+        self._keep({}, (), self._steps.next)
+
+    @property
+    def are_wanted(self) -> bool:
+        """True if another group waits for contents."""
+        return bool(self._wanted)
+
+    def keep_filling(self, filled: Mapping[bytes, int], loaded: Collection[int]) -> None:
+        """Keep also what the step fills that was planned last, and which stores it: call it before
+        its moves are taken. filled: blocks that it fills, by key. loaded: blocks that it loads:
+        before it, they have other contents."""
+        self._keep(filled, loaded, self._steps.next - 1)
+
+    def _keep(self, filled: Mapping[bytes, int], loaded: Collection[int], step: int) -> None:
+        filled_before = step + bool(filled)
         for wanted in self._wanted.values():
-            while wanted.lacking and (slots := self._pin(wanted.lacking[0])) is not None:
+            while wanted.lacking:
+                slots = self._pin(wanted.lacking[0], filled, loaded)
+                if slots is None:
+                    break
                 contents = HeldContents(wanted.lacking.popleft(), slots)
-                wanted.kept.append(StoredContents(self._steps.next, contents))
+                wanted.kept.append(StoredContents(step, contents, filled_before))
 
     @property
     def must_store(self) -> bool:
@@ -118,25 +137,27 @@ class OutgoingContents:
 
     def _give_back(self, wanted: _Wanted) -> None:
         """Release what was not taken, and want it again."""
-        kept = [contents for _, contents in wanted.kept]
+        kept = [each.contents for each in wanted.kept]
         self.release(kept)
         wanted.lacking.extendleft(each.name for each in reversed(kept))
         wanted.kept.clear()
 
-    def _pin(self, name: bytes) -> tuple[int, ...] | None:
+    def _pin(
+        self, name: bytes, filled: Mapping[bytes, int], loaded: Collection[int]
+    ) -> tuple[int, ...] | None:
         """Keep contents in their slots; return these, or None if a block is not there, or finds no
-        room."""
-        blocks = [
-            (key, self._pool.find(key[-1], key[:-1]), self._slots.get(key))
-            for key in self._names.keys_of(name)
-        ]
-        if any(block_id is None and slot is None for _, block_id, slot in blocks):
+        room. filled, loaded: see keep_filling()."""
+        keys = self._names.keys_of(name)
+        found = [filled.get(key, self._pool.find(key[-1], key[:-1])) for key in keys]
+        known = [None if block_id in loaded else block_id for block_id in found]
+        blocks = [*zip(keys, known, strict=True)]
+        if any(block_id is None and self._slots.get(key) is None for key, block_id in blocks):
             return None
         slots: list[int] = []
-        for key, block_id, _ in blocks:
-            slot = self._tier.pin(key, block_id)
+        for key, block_id in blocks:
+            slot = self._tier.pin(key, block_id, is_filled=key in filled)
             if slot is None:
-                self._slots.unpin([pinned for pinned, _, _ in blocks[: len(slots)]])
+                self._slots.unpin(keys[: len(slots)])
                 return None
             slots.append(slot)
         return tuple(slots)

@@ -148,6 +148,11 @@ class OutsideBlocks:
         return set() if self.tier is None else self.tier.load_beside(block_ids)
 
     @property
+    def loading(self) -> Collection[int]:
+        """Blocks that the next step loads."""
+        return self._loads
+
+    @property
     def loading_beside(self) -> Collection[int]:
         """Blocks that are loaded beside steps and have not arrived."""
         return () if self.tier is None else self.tier.loading_beside

@@ -1,7 +1,7 @@
 """The prefix cache: full blocks that other requests may begin with. What a request has filled is
 recorded once its step was sent, and dropped when its contents turn out to be wrong."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -94,21 +94,39 @@ class PrefixCache:
         own = request.prefix
         if not self._is_enabled or own.is_mixed:
             return
-        hashes = self._hashes.of(request)
-        num_full = min(len(request.tokens), request.num_computed) // self.unit
-        for group, block_ids in enumerate(request.blocks.by_group):
-            stride = self._hashes.strides[group]
-            for index in range(own.num_remembered // stride, num_full // stride):
-                if block_ids[index] == NULL_BLOCK:
-                    continue
-                block_hash = self._hashes.at(hashes, group, index)
-                if self._every and not group and (index + 1) % self._every == 0:
-                    self._pool.remember_border(block_ids[index], block_hash)
-                else:
-                    self._pool.remember(group, block_ids[index], block_hash)
-        own.num_remembered = max(num_full, own.num_remembered)
+        for group, index, block_id, block_hash in self._not_remembered(request):
+            if self._every and not group and (index + 1) % self._every == 0:
+                self._pool.remember_border(block_id, block_hash)
+            else:
+                self._pool.remember(group, block_id, block_hash)
+        own.num_remembered = max(self._num_full(request), own.num_remembered)
         if self._files is not None:
             self._offer(request, self._files)
+
+    def filled_by(self, requests: Iterable[Request]) -> dict[bytes, int]:
+        """Return the blocks that a step fills which is about to be sent, by the keys of their
+        contents. requests: those that it has tokens of, which count as computed."""
+        if not self._is_enabled:
+            return {}
+        return {
+            key_of(group, block_hash): block_id
+            for request in requests
+            if not request.prefix.is_mixed
+            for group, _, block_id, block_hash in self._not_remembered(request)
+        }
+
+    def _not_remembered(self, request: Request) -> Iterator[tuple[int, int, int, bytes]]:
+        """Yield the full blocks of a request that were not remembered: group, place, block and
+        hash."""
+        hashes, num_full = self._hashes.of(request), self._num_full(request)
+        for group, block_ids in enumerate(request.blocks.by_group):
+            stride = self._hashes.strides[group]
+            for index in range(request.prefix.num_remembered // stride, num_full // stride):
+                if block_ids[index] != NULL_BLOCK:
+                    yield group, index, block_ids[index], self._hashes.at(hashes, group, index)
+
+    def _num_full(self, request: Request) -> int:
+        return min(len(request.tokens), request.num_computed) // self.unit
 
     def remember_later(self, request: Request) -> None:
         """Remember a request from the next step on: blocks may be shared from the step after the

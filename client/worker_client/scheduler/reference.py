@@ -335,6 +335,10 @@ class Scheduler:
                 request.last_step = number
                 self._queues.end_prefill(request)
                 self._queues.release_behind(req_id)
+        if self._exchange is not None and self._exchange.outgoing.are_wanted:
+            prompts = (self._queues.unfinished[req_id] for req_id in step.prefills)
+            filled = self._prefixes.filled_by(prompts)
+            self._exchange.outgoing.keep_filling(filled, self._outside.loading)
         counts: Mapping[str, int] = step.prefills
         if decoded.num_scheduled:
             counts = {**counts, **decoded.num_scheduled} if counts else decoded.num_scheduled

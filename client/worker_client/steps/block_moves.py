@@ -44,8 +44,8 @@ NO_HASHED_BLOCKS: Final = HashedBlocks((), ())
 
 class BlockMoves(StepValues, ABC):
     """The moves of one place. A step does those of all places: first all stores, then all loads,
-    then the forward pass. A store copies what the steps before have left in its block. No block is
-    loaded twice in a step."""
+    then the forward pass. A store copies what the steps before have left in its block, but for
+    HostMoves.num_filled. No block is loaded twice in a step."""
 
     columns: ClassVar[type[Columns]]
     tag: bytes
@@ -104,6 +104,9 @@ class HostMoves(BlockMoves):
     their blocks to a request. StepResult.arrived_blocks tells when they are there."""
     are_idle: bool = False
     """No step in flight touches the loaded blocks: they are loaded without waiting for any."""
+    num_filled: int = 0
+    """The last so many stores are of blocks that this step fills: they are copied as it leaves
+    them, while it is computed where that can be."""
 
     def _message(self, hash_bytes: int) -> HostTierMoves:
         return HostTierMoves(
@@ -117,6 +120,7 @@ class HostMoves(BlockMoves):
             load_hashes=b"".join(self.loaded.hashes),
             num_beside=self.num_beside,
             are_idle=self.are_idle,
+            num_filled=self.num_filled,
         )
 
 

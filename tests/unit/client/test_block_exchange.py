@@ -1,5 +1,6 @@
 """Slots that other groups read or fill: nothing else takes them meanwhile, and none is lost."""
 
+import itertools
 import random
 from types import SimpleNamespace
 
@@ -42,27 +43,32 @@ class Modelled:
         self.outputs, self.slots = {}, {}
         """Steps in flight by number, and keys by slot."""
         self.asked, self.taken, self.reserved = {}, [], []
-        self.num_names = self.num_prompts = 0
+        self.num_names = self.num_prompts = self.num_filled = 0
 
     def new_names(self, count):
         self.num_names += count
         numbers = range(self.num_names - count, self.num_names)
         return [name_of(number, number % self.num_kinds) for number in numbers]
 
-    def compute(self):
-        """Send a step that fills the blocks of a few contents, which evicts others."""
+    def compute(self, *, keeps=None):
+        """Send a step that fills the blocks of a few contents, which evicts others. keeps: it
+        stores what it fills; None: at random."""
         self.outgoing.keep_filled()
         names = self.new_names(self.rng.randint(1, 3))
-        blocks = [self.pool.allocate(len(self.names.keys_of(name))) for name in names]
+        keys = [self.names.keys_of(name) for name in names]
+        blocks = [self.pool.allocate(len(own)) for own in keys]
+        self.filled_by |= dict.fromkeys(names, self.steps.next)
+        self.steps.next += 1
+        if self.rng.random() < 0.5 if keeps is None else keeps:
+            pairs = zip(itertools.chain(*keys), itertools.chain(*blocks), strict=True)
+            self.outgoing.keep_filling(dict(pairs), ())
         output = SchedulerOutput(extensions=self.tier.take_moves(b"tag"))
         self.check_stores(output)
-        self.outputs[self.steps.next] = output
-        for name, own in zip(names, blocks, strict=True):
-            for block_id, key in zip(own, self.names.keys_of(name), strict=True):
+        self.outputs[self.steps.next - 1] = output
+        for own, given in zip(keys, blocks, strict=True):
+            for block_id, key in zip(given, own, strict=True):
                 self.pool.remember(key[-1], block_id, key[:-1])
-            self.pool.release(own)
-            self.filled_by[name] = self.steps.next
-        self.steps.next += 1
+            self.pool.release(given)
 
     def settle(self):
         for _ in range(self.rng.randint(1, 2)):
@@ -95,8 +101,8 @@ class Modelled:
 
     def take(self):
         for number, names in self.asked.items():
-            for step, contents in self.outgoing.take(number):
-                assert self.filled_by[contents.name] < step < self.steps.next
+            for step, contents, end in self.outgoing.take(number):
+                assert self.filled_by[contents.name] < end <= self.steps.next > step
                 assert contents.name == names.pop(0)
                 self.taken.append(contents)
 
@@ -141,10 +147,14 @@ class Modelled:
         kept, reserved = self.keys_in(self.taken), self.keys_in(self.reserved)
         assert not reserved.keys() & kept.keys()
         for moves in output.extensions:
-            for slot, key in zip(moves.stored.slots, moves.stored.hashes, strict=True):
+            num_before = len(moves.stored.slots) - moves.num_filled
+            stored = zip(moves.stored.slots, moves.stored.hashes, strict=True)
+            for place, (slot, key) in enumerate(stored):
                 assert slot not in reserved
                 assert kept.get(slot, key) == key
-                assert self.filled_by[self.names.name_of(key)] < self.steps.next
+                filled_by = self.filled_by[self.names.name_of(key)]
+                assert (filled_by == self.steps.next - 1) == (place >= num_before)
+                self.num_filled += place >= num_before
                 self.slots[slot] = key
         for slot, key in kept.items():  # at the latest this step has stored it
             assert self.slots[slot] == key
@@ -162,7 +172,7 @@ def test_slots_of_other_groups_are_left_alone(seed, groups):
         before = len(model.taken)
         (model.fail if number % 97 == 96 else model.rng.choice(calls))()
         num_taken += max(0, len(model.taken) - before)
-    assert num_taken > 9, seed
+    assert num_taken > 9 and model.num_filled > 0, seed
     for number in model.asked:
         model.outgoing.drop(number)
     model.outgoing.release(model.taken)
@@ -179,10 +189,10 @@ def test_contents_are_sent_with_the_step_that_stores_them_and_right_once_it_is_t
     model = Modelled(0)
     names = [name_of(number) for number in range(9)]
     model.outgoing.want(1, names)
-    model.compute()
+    model.compute(keeps=False)
     filled = [*model.filled_by]
     assert model.outgoing.take(1) == []
-    model.compute()
+    model.compute(keeps=False)
     taken = model.outgoing.take(1)
     assert [(each.step, each.contents.name) for each in taken] == [(1, name) for name in filled]
     assert not model.outgoing.are_filled(1)

@@ -3,6 +3,7 @@ tokens, whatever happens to their requests."""
 
 import random
 from collections import deque
+from dataclasses import replace
 
 import pytest
 
@@ -27,12 +28,17 @@ class ModelledRank:
 
     def __init__(self):
         self.blocks, self.slots, self.rows = {}, {}, {}
+        self.num_filled = 0
+        """Stores of blocks that the same step has filled."""
 
     def run(self, output):
         """Do a step; return the requests that sample, and the blocks and slots it has changed."""
-        changed, sampled = [], []
+        changed, sampled, filled = [], [], []
         for moves in output.extensions:
-            for block, slot, _ in zip(*moves.stored, strict=True):
+            stored = [*zip(*moves.stored, strict=True)]
+            num_before = len(stored) - moves.num_filled
+            filled += stored[num_before:]
+            for block, slot, _ in stored[:num_before]:
                 self.slots[slot] = dict(self.blocks[block])
                 changed.append((self.slots, slot))
             for block, slot, _ in zip(*moves.loaded, strict=True):
@@ -54,6 +60,10 @@ class ModelledRank:
             row[2] = begin + count
             if row[2] == len(tokens):
                 sampled.append(req_id)
+        for block, slot, _ in filled:
+            self.slots[slot] = dict(self.blocks[block])
+            changed.append((self.slots, slot))
+        self.num_filled += len(filled)
         return sampled, changed
 
 
@@ -118,11 +128,11 @@ class PrefillLoop:
 
     def take(self):
         for number, wanted in self.wanted.items():
-            for step, contents in self.outgoing.take(number):
+            for _, contents, end in self.outgoing.take(number):
                 name, prefix = wanted.popleft()
                 assert contents.name == name
                 self.num_early += f"r{number}" not in self.ended
-                self.unconfirmed.append((step, contents, prefix))
+                self.unconfirmed.append((end, contents, prefix))
         while self.unconfirmed and self.outgoing.are_filled(self.unconfirmed[0][0]):
             self.taken.append(self.unconfirmed.popleft()[1:])
         self.num_unconfirmed += len(self.unconfirmed)
@@ -160,6 +170,7 @@ def test_only_blocks_of_steps_that_have_succeeded_are_used(seed):
         if event > 0.7:
             loop.release()
     assert loop.num_early > 5 and loop.num_unconfirmed > 0, seed
+    assert loop.rank.num_filled > 5, seed
     for number in loop.wanted:
         loop.outgoing.drop(number)
     loop.outgoing.release(contents for contents, _ in loop.taken)
@@ -168,22 +179,59 @@ def test_only_blocks_of_steps_that_have_succeeded_are_used(seed):
 
 
 @pytest.mark.parametrize("is_wanted", [True, False])
-def test_the_last_blocks_are_stored_before_their_step_has_ended(is_wanted):
-    """A step that computes nothing stores them, if another group waits for them."""
+def test_the_step_that_fills_blocks_stores_them_if_another_group_waits(is_wanted):
     scheduler = Scheduler(LIMITS)
     scheduler.add_request(flat_request("r", list(range(10)), max_tokens=1))
     outgoing, names = scheduler.exchange.outgoing, scheduler.exchange.lacking("r")
     if is_wanted:
         outgoing.want(1, names)
-    first, second = scheduler.schedule(), scheduler.schedule()
-    assert (second is not None) == is_wanted
+    first = scheduler.schedule()
     assert scheduler.schedule() is None
-    if second is None:
+    assert bool(first.extensions) == is_wanted
+    if not is_wanted:
         return
-    assert not second.num_scheduled_tokens
     taken = outgoing.take(1)
     assert [each.contents.name for each in taken] == names
-    assert not any(outgoing.are_filled(each.step) for each in taken)
-    assert len(second.extensions[0].stored.slots) == len(names) == 2
+    assert not any(outgoing.are_filled(each.filled_before) for each in taken)
+    (moves,) = first.extensions
+    assert moves.num_filled == len(moves.stored.slots) == len(names) == 2
     assert len(scheduler.update_from_output(first, StepResult(["r"], [7]))) == 1
-    assert all(outgoing.are_filled(each.step) for each in taken)
+    assert all(outgoing.are_filled(each.filled_before) for each in taken)
+
+
+def test_a_block_that_the_step_loads_is_not_stored_by_it():
+    """From files, say: its contents are not in host memory."""
+    scheduler = Scheduler(LIMITS)
+    scheduler.add_request(flat_request("r", list(range(10)), max_tokens=1))
+    outgoing, names = scheduler.exchange.outgoing, scheduler.exchange.lacking("r")
+    first = scheduler.schedule()
+    scheduler.update_from_output(first, StepResult(["r"], [7]))
+    outgoing.want(1, names)
+    blocks = range(1, LIMITS.num_blocks)
+    outgoing.keep_filling({}, blocks)
+    assert not outgoing.has_kept(1) and not scheduler.exchange.num_slots
+    outgoing.keep_filling({}, ())
+    assert outgoing.has_kept(1) and scheduler.exchange.num_slots == 2
+
+
+def test_blocks_that_find_no_slot_in_their_step_are_stored_by_a_step_without_tokens():
+    scheduler = Scheduler(replace(LIMITS, num_host_blocks=2))
+    outgoing = scheduler.exchange.outgoing
+    for number in range(2):
+        tokens = [number, *range(9)]
+        scheduler.add_request(flat_request(f"r{number}", tokens, max_tokens=1))
+        outgoing.want(number, scheduler.exchange.lacking(f"r{number}"))
+    outputs = [scheduler.schedule(), scheduler.schedule()]
+    (taken, others) = (outgoing.take(number) for number in range(2))
+    assert len(taken) == 2 and not others
+    assert scheduler.schedule() is None
+    outgoing.release(each.contents for each in taken)
+    later = scheduler.schedule()
+    assert not later.num_scheduled_tokens
+    assert len(later.extensions[0].stored.slots) == 2 and not later.extensions[0].num_filled
+    others = outgoing.take(1)
+    assert len(others) == 2
+    for number, output in enumerate(outputs):
+        assert not any(outgoing.are_filled(each.filled_before) for each in others)
+        scheduler.update_from_output(output, StepResult([f"r{number}"], [7]))
+    assert all(outgoing.are_filled(each.filled_before) for each in others)

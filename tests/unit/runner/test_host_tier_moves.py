@@ -23,6 +23,7 @@ from worker_daemon.runner.connectors.checksums import (
     PartChecksums,
     numbers_of,
 )
+from worker_daemon.runner.connectors.pieces import pieces_of
 from worker_daemon.runner.torch_blocks import TorchBlockKernels
 
 CPU = torch.device("cpu")
@@ -124,6 +125,33 @@ def test_what_a_failed_step_has_stored_is_not_kept():
     assert loaded.invalid_blocks.tolist() == [5, 6]
 
 
+def test_a_step_that_fails_while_it_fills_blocks_leaves_none_of_them():
+    for seed in range(8):
+        tier = ModelledTier(random.Random(seed), "cpu", memory=("host", "device")[seed % 2])
+        tier.step([(1, 0, HASH)], ())
+        filled = [(2, 1, HASH), (3, 2, HASH)]
+        tier.step((), (), 0, filled, fails=True)
+        loaded = tier.step((), [(4, 0, HASH), (5, 1, HASH), (6, 2, HASH)])
+        assert loaded.invalid_blocks.tolist() == [5, 6], seed
+        tier.step((), (), 0, filled)
+        assert not tier.step((), [(5, 1, HASH), (6, 2, HASH)]).invalid_blocks.size, seed
+
+
+def test_pieces_can_be_seen_while_their_step_runs():
+    """Of blocks that are stored before a step, all can be seen at once."""
+    tier = ModelledTier(random.Random(3), "cpu")
+    num_pieces, own = len(pieces_of(tier.parts)), np.array([2, 3], np.int32)
+    assert num_pieces > 1
+    tier.step([(1, 0, HASH)], ())
+    assert tier.tier.pieces_left(np.array([0], np.int32)) == num_pieces
+    seen = []
+    tier.on_layer = lambda: seen.append(tier.tier.pieces_left(own))
+    tier.step((), (), 0, [(1, 2, HASH), (2, 3, HASH)])
+    assert sorted({*seen}) == [0, *range(1, num_pieces)], seen
+    assert seen == sorted(seen) and seen[0] == 0
+    assert tier.tier.pieces_left(own) == num_pieces
+
+
 def test_other_weights_find_nothing():
     tier = ModelledTier(random.Random(1), "cpu")
     tier.step([(1, 0, HASH)], ())
@@ -148,6 +176,10 @@ def test_drivers_after_this_one_get_what_is_confirmed():
         (moves_of([(NUM_BLOCKS, 0, HASH)]), f"store_blocks = {NUM_BLOCKS}"),
         (moves_of((), [(1, NUM_SLOTS, HASH)]), f"load_slots = {NUM_SLOTS}"),
         (moves_of((), [(1, -1, HASH)]), "load_slots = -1"),
+        (moves_of([(1, 0, HASH)], num_filled=2), "num_filled = 2"),
+        (moves_of([(1, 0, HASH)], filled=[(2, 0, HASH)]), "store_slots = 0"),
+        (moves_of(filled=[(1, 0, HASH), (1, 1, HASH)]), "store_blocks = 1"),
+        (moves_of((), [(2, 0, HASH)], [(1, 0, HASH)]), "load_slots = 0"),
         (moves_of([(1, 0, HASH), (1, 1, HASH)]), "store_blocks = 1"),
         (moves_of([(1, 0, HASH), (2, 0, HASH)]), "store_slots = 0"),
         (moves_of((), [(3, 0, HASH), (3, 1, HASH)]), "load_blocks = 3"),

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections import deque
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ from worker_daemon.runner.connectors.peers import (
     PeerWeights,
     SharedSlots,
 )
+from worker_daemon.runner.connectors.pieces import pieces_of
 from worker_daemon.runner.torch_blocks import TorchBlockKernels
 
 NUM_SLOTS, NUM_CONTENTS, ROWS, WORDS, NUM_LAYERS = 30, 8, 4, 3, 6
@@ -101,15 +103,15 @@ class SharedRows:
         if self.rng.random() >= self.share:
             raise TransferError("no such memory here")
         self.num_mapped += 1
-        return SimpleNamespace(copy=lambda s, to, t: copy_rows(rows, s, to, t), close=self._close)
+        return SimpleNamespace(copy=partial(copy_rows, rows), close=self._close)
 
     def _close(self):
         self.num_closed += 1
 
 
-def copy_rows(rows, sources, target, targets):
+def copy_rows(rows, sources, target, targets, columns):
     for source, place, count in runs_of(sources, targets):
-        target[place : place + count] = rows[source : source + count]
+        target[place : place + count, columns] = rows[source : source + count, columns]
 
 
 class Contents(NamedTuple):
@@ -139,11 +141,11 @@ class Rank:
         self.rows = torch.zeros((NUM_SLOTS, size), dtype=torch.uint8)
         counts = SimpleNamespace(num_sent=0, num_received=0, num_failed=0, num_mapped=0)
         counts.sent, counts.received = MovedBytes(), MovedBytes()
-        self.tier = SimpleNamespace(arrivals=deque(), counts=counts, have_left=lambda slots: True)
+        self.tier = SimpleNamespace(arrivals=deque(), counts=counts, pieces_left=lambda slots: 99)
         self.contents = BlockContents(NUM_SLOTS)
         self.weights = SimpleNamespace(version=1, identity=SourceIdentity(bytes(32)))
         drafts = SimpleNamespace(version=5, identity=SourceIdentity(b"d" * 32))
-        own = self.tier.arrivals, counts, lambda slots: True, self.contents, shared.of(self.rows)
+        own = self.tier.arrivals, counts, lambda slots: 99, self.contents, shared.of(self.rows)
         slots = SharedSlots(self.rows, *own)
         weights = PeerWeights(self.weights, drafts)
         self.peers = PeerTransfers(OwnShard(shard, self.parts), slots, weights, threading.Lock())
@@ -427,6 +429,73 @@ def test_blocks_are_read_from_mapped_slots(make_pair, seed, shape):
     assert not pair.shared.num_closed
     pair.close()
     wait_until(lambda: pair.shared.num_closed == pair.shared.num_mapped > 0, seed)
+
+
+class StoringStep:
+    """A step that stores what a source holds, piece by piece, while it is sent."""
+
+    def __init__(self, rank, rng, fails=None):
+        """fails: number of pieces after which it does."""
+        self.rank, self.rng, self.fails = rank, rng, fails
+        self.pieces, self.num_left = pieces_of(rank.parts), 0
+        self.rows = rank.rows.clone().view(torch.int32)
+        rank.rows.view(torch.int32)[:] = random_words(*self.rows.shape)
+        rank.peers._link._slots = rank.peers._link._slots._replace(pieces_left=self.pieces_left)
+
+    def pieces_left(self, slots):
+        if self.num_left == self.fails:
+            self.rank.contents.fail(0)
+        elif self.num_left < len(self.pieces) and self.rng.random() < 0.3:
+            piece, target = self.pieces[self.num_left], self.rank.rows.view(torch.int32)
+            first = self.rank.parts.num_words
+            sums = slice(first + 2 * piece.parts.start, first + 2 * piece.parts.stop)
+            for columns in (piece.words, sums):
+                target[:, columns] = self.rows[:, columns]
+            self.num_left += 1
+        return self.num_left
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("seed", seeds(1, of=60))
+def test_pieces_move_as_steps_store_them(make_pair, monkeypatch, seed, share):
+    pair = make_pair(seed, share=share, shape=random.choice([None, (1, 1), (1, 2)]))
+    monkeypatch.setattr(peers, "_STORE_WAIT_S", PATIENCE_S)
+    steps = [StoringStep(rank, pair.rng) for rank in pair.sources]
+    targets = pair.places(pair.destinations[0], pair.contents)
+    assert all(not report.failed for report in pair.move(range(NUM_CONTENTS), targets)), seed
+    needed = [step for step in steps if step.rank.peers._link._members]
+    assert all(step.num_left == len(step.pieces) for step in needed), seed
+    for rank in pair.destinations:
+        for contents, slots in zip(pair.contents, targets, strict=True):
+            for slot, block in zip(slots, rank.blocks_of(contents), strict=True):
+                found = rank.rows.view(torch.int32)[slot]
+                assert torch.equal(found, rank.row_of(contents, *block)), seed
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+@pytest.mark.parametrize("seed", seeds(1, of=40))
+def test_a_step_that_fails_between_two_pieces_fails_its_move_alone(
+    make_pair, monkeypatch, seed, share
+):
+    pair = make_pair(seed, share=share)
+    monkeypatch.setattr(peers, "_STORE_WAIT_S", 1.0)
+    steps = [StoringStep(rank, pair.rng) for rank in pair.sources]
+    failing = pair.rng.choice(steps)
+    failing.fails = pair.rng.randrange(len(failing.pieces))
+    targets = pair.places(pair.destinations[0], pair.contents)
+    reports = pair.move([2, 3], targets[2:4])
+    assert reports[pair.ranks.index(failing.rank)].failed == (1,), seed
+    for rank in pair.destinations:
+        link = rank.peers._link
+        is_fed = pair.ranks.index(failing.rank) in link._members
+        assert pair.report(rank).failed == ((1,) if is_fed else ()), seed
+        assert bool(rank.tier.arrivals) != is_fed, seed
+    for rank, step in zip(pair.sources, steps, strict=True):
+        step.fails = None
+        for slots, contents in zip(pair.held, pair.contents, strict=True):
+            rank.store(slots, contents)
+    reports = pair.move([2, 4], [targets[2], targets[4]])
+    assert all(2 not in report.failed for report in reports), seed
 
 
 @pytest.mark.parametrize("wrong", [-1, NUM_SLOTS, 1 << 30])

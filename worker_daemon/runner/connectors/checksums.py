@@ -190,7 +190,7 @@ class PartChecksums:
     def __init__(self, parts: BlockParts, kernels: BlockKernels, device: torch.device) -> None:
         self.count = parts.num_parts
         """U."""
-        self._kernels = kernels
+        self.kernels = kernels
         self._num_words = parts.num_words
         self._sections = [
             _KeyedSection(
@@ -218,7 +218,13 @@ class PartChecksums:
         """Write those of rows, int32 [n, W], to sums, int64 [n, U], without the numbers of pages.
         Never waits for the device."""
         for shape, keys, words, parts, _ in self._sections:
-            self._kernels.sum_parts(rows[:, words], keys, shape, sums[:, parts])
+            self.kernels.sum_parts(rows[:, words], keys, shape, sums[:, parts])
+
+    def of_pages(self, section: int, rows: Tensor, sums: Tensor) -> None:
+        """Write those of some pages of a section, int32 [n, words], to sums, int64 [n, parts], as
+        of()."""
+        own = self._sections[section]
+        self.kernels.sum_parts(rows, own.keys, own.shape, sums)
 
     def deliver(self, rows: Tensor, block_ids: Tensor, pages: BlockPages, sums: Tensor) -> None:
         """See Checksums. From the sums, the checksums behind the words of rows are subtracted."""
@@ -227,7 +233,7 @@ class PartChecksums:
             self._sections, pages.sections, strict=True
         ):
             own, found = rows[:, words], sums[:, parts]
-            self._kernels.deliver(own, block_ids, target, keys, shape, found, stored[:, before])
+            self.kernels.deliver(own, block_ids, target, keys, shape, found, stored[:, before])
 
     @property
     def page_numbers(self) -> Tensor:

@@ -21,7 +21,7 @@ from worker_daemon.runner.connectors.block_files import FileName
 from worker_daemon.runner.connectors.checksums import WORD_BYTES, BlockChecksums
 from worker_daemon.runner.connectors.file_traffic import FetchedBlock, FileBatch
 from worker_daemon.runner.connectors.filed_blocks import FiledBlocks
-from worker_daemon.runner.connectors.interface import NO_BLOCKS, Loaded
+from worker_daemon.runner.connectors.interface import NO_BLOCKS, Loaded, StoreInStep
 from worker_daemon.runner.connectors.staging import BlockStaging
 from worker_daemon.runner.kv_cache import BlockPages
 from worker_daemon.runner.request_state import RequestState
@@ -74,6 +74,10 @@ class FileConnector:
         self._staging.await_departures()
         if moves.store_blocks.size:
             self._store(moves.store_blocks, self._names(moves.tag, moves.store_hashes))
+
+    def store_in_step(self, step: ScheduledStep) -> StoreInStep | None:
+        """See KVConnector: what a step fills has no token behind it yet."""
+        return None
 
     def load(self, step: ScheduledStep) -> Loaded | None:
         """See KVConnector."""

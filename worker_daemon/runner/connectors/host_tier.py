@@ -2,8 +2,8 @@
 or memory of its device that is no part of the KV cache (device/device_rows.py).
 What a slot holds, and whether a driver may be told, is in RequestState.host_contents.
 
-Shapes: S blocks to store, L blocks to load, W int32 words of a block on this rank, R those words
-and the words of its checksums.
+Shapes: S blocks to store, L blocks to load, F blocks that a step fills and stores, W int32 words of
+a block on this rank, R those words and the words of its checksums.
 """
 
 from collections import defaultdict, deque
@@ -32,8 +32,15 @@ from worker_daemon.runner.connectors.checksums import (
     PartChecksums,
     numbers_of,
 )
-from worker_daemon.runner.connectors.interface import NO_BLOCKS, Loaded
+from worker_daemon.runner.connectors.interface import NO_BLOCKS, Loaded, StoreInStep
 from worker_daemon.runner.connectors.moved_bytes import MovedBytes
+from worker_daemon.runner.connectors.piece_stores import (
+    NOT_LEAVING,
+    PieceRows,
+    PieceStores,
+    WholeStore,
+)
+from worker_daemon.runner.connectors.pieces import pieces_of
 from worker_daemon.runner.connectors.staging import (
     Arrive,
     BlockStaging,
@@ -93,6 +100,12 @@ class Moves(NamedTuple):
     """The last so many loads run beside steps."""
     are_idle: bool
     """Loads wait for no step before."""
+    filled_blocks: Int32s
+    """[F] that the step fills, and then stores."""
+    filled_slots: Int32s
+    """[F]"""
+    filled_hashes: Hashes
+    """[F, bytes of a hash]"""
 
 
 @dataclass(slots=True, eq=False)
@@ -179,10 +192,13 @@ class HostTier:
         parts: BlockParts,
         kept: KeptSlots | None = None,
         place: KVTierMemory = "host",
+        layers: Sequence[Sequence[int]] = (),
     ) -> None:
         """pages: of the KV cache. memory: a row for each slot: a block, and its checksums. parts:
         of a block. kept: begin with what an earlier daemon has left in memory, and leave that to
-        the next one; None: memory ends with the daemon. place: of the memory, for its status."""
+        the next one; None: memory ends with the daemon. place: of the memory, for its status.
+        layers: by KV group, the number of the layer that has each page; empty: they are not known,
+        and blocks are stored in steps once all is written."""
         self._host = memory.rows.view(torch.int32)
         """int32 [slots, R]"""
         self._memory = memory
@@ -191,10 +207,17 @@ class HostTier:
         self._parts = parts
         self._device = pages.device
         counts = [own.shape[1] for own, _ in pages.sections]
-        self._checksums = PartChecksums(parts.divided(counts), pages.kernels, pages.device)
+        divided = parts.divided(counts)
+        self._checksums = PartChecksums(divided, pages.kernels, pages.device)
         self._staging = BlockStaging(pages, self._checksums, parts.checksum_words)
-        self._departures: Int64s = np.zeros(len(self._host), np.int64)
-        """By slot, the number of the part with which its block leaves or has left."""
+        self._pieces: PieceStores | None = None
+        if self._host.device == pages.device:  # else whole blocks are copied, as neighbors
+            own = PieceRows(self._host, parts.num_words, divided, self._checksums)
+            self._pieces = PieceStores(pages, self._staging, own, layers)
+        num_pieces = len(pieces_of(divided))
+        self._departures: Int64s = np.zeros((num_pieces, len(self._host)), np.int64)
+        """By piece and slot, the number of the part with which that of its block leaves or has
+        left; NOT_LEAVING: a step has still to write it."""
         self.arrivals: deque[ReceivedBlocks] = deque()
         """Filled by the thread that receives from other groups (peers.py)."""
         self._unread: deque[Loaded] = deque()
@@ -217,18 +240,38 @@ class HostTier:
         moves = self._moves_of(step)
         if moves is None:
             return
-        if not self.have_left(moves.load_slots):
+        if self.pieces_left(moves.load_slots) < len(self._departures):
             self._staging.await_departures()
-        if not moves.store_slots.size:
-            return
-        tag = versioned_tag(moves.tag, self._weights.version)
-        add = self._adding(tag, moves.store_slots, moves.store_hashes, step.seq)
-        leave = self._leaving(moves.store_slots, moves.store_hashes, add)
-        self._staging.store(moves.store_blocks, leave)
-        contents = self._state.host_contents
-        contents.store(tag, moves.store_slots, moves.store_hashes, step.seq)
-        self._state.draft_gaps.store(moves.store_blocks, moves.store_slots)
-        self.counts.num_stored += moves.store_slots.size
+        if moves.store_slots.size:
+            tag = versioned_tag(moves.tag, self._weights.version)
+            self._store(
+                tag, moves.store_blocks, moves.store_slots, moves.store_hashes, seq=step.seq
+            )
+
+    def store_in_step(self, step: ScheduledStep) -> StoreInStep | None:
+        """See KVConnector. Where pieces can leave, others may know of them before the step has
+        ended: they are stored as of this step, and not kept if it fails."""
+        moves = self._moves_of(step)
+        if moves is None or not moves.filled_slots.size:
+            return None
+        tag, seq = versioned_tag(moves.tag, self._weights.version), step.seq
+        blocks, slots, hashes = moves.filled_blocks, moves.filled_slots, moves.filled_hashes
+        if self._pieces is None:
+            return WholeStore(partial(self._store, tag, blocks, slots, hashes, seq=seq))
+        add = self._adding(tag, slots, hashes, seq)
+        self._departures[:, slots] = NOT_LEAVING  # before others can find them
+        self._state.host_contents.store(tag, slots, hashes, seq)
+
+        def piece_left(piece: int) -> None:
+            self._departures[piece, slots] = self._staging.departures.num_leaving
+
+        def ended() -> None:
+            if add is not None:
+                add(slice(None), self._staging.mark_departure())
+            self._state.draft_gaps.store(blocks, slots)
+            self.counts.num_stored += slots.size
+
+        return self._pieces.begin(blocks, slots, numbers_of(hashes), piece_left, ended)
 
     def load(self, step: ScheduledStep) -> Loaded | None:
         """See KVConnector."""
@@ -253,7 +296,18 @@ class HostTier:
         moves = self._moves_of(step)
         if moves is None:
             return NO_BLOCKS
-        return np.concatenate((moves.store_blocks, moves.load_blocks))
+        return np.concatenate((moves.store_blocks, moves.filled_blocks, moves.load_blocks))
+
+    def _store(
+        self, tag: bytes, blocks: Int32s, slots: Int32s, hashes: Hashes, *, seq: int
+    ) -> None:
+        """Store blocks [n], as the work launched so far leaves them. tag: of a version of the
+        weights."""
+        leave = self._leaving(slots, hashes, self._adding(tag, slots, hashes, seq))
+        self._staging.store(blocks, leave)
+        self._state.host_contents.store(tag, slots, hashes, seq)
+        self._state.draft_gaps.store(blocks, slots)
+        self.counts.num_stored += slots.size
 
     def _load(self, moves: Moves, part: slice, seq: int, load: Load) -> Loaded | None:
         """Load in the order of the slots: those of neighbors are one copy."""
@@ -278,15 +332,16 @@ class HostTier:
         self._staging.settle()
 
     @property
-    def have_left(self) -> Callable[[Int32s], bool]:
-        """Returns True if what was stored to these slots so far is there: for any thread. It holds
-        none of the tier's memory."""
+    def pieces_left(self) -> Callable[[Int32s], int]:
+        """Returns how many pieces, the first ones, of what was stored to these slots so far are
+        there: for any thread. It holds none of the tier's memory."""
         departures, numbers = self._staging.departures, self._departures
 
-        def have_left(slots: Int32s) -> bool:
-            return bool(numbers[slots].max(initial=0) <= departures.num_left())
+        def pieces_left(slots: Int32s) -> int:
+            num_left = departures.num_left()
+            return int(np.count_nonzero(numbers[:, slots].max(axis=1, initial=0) <= num_left))
 
-        return have_left
+        return pieces_left
 
     def _moves_of(self, step: ScheduledStep) -> Moves | None:
         moves: Moves | None = self._state.parts.step_value(HostTierMoves, step.step_values)
@@ -296,6 +351,7 @@ class HostTier:
         """Note what has come from other groups before the step of this seq."""
         while self.arrivals:
             tag, version, slots, hashes = self.arrivals.popleft()
+            self._departures[:, slots] = 0
             self._state.draft_gaps.receive(slots)
             if version == self._weights.version:
                 tag = versioned_tag(tag, version)
@@ -327,7 +383,7 @@ class HostTier:
             sums += upload(numbers[part], self._device)[:, None]
             sums += self._checksums.page_numbers
             rows[:, self._parts.num_words :].copy_(sums.view(torch.int32))
-            self._departures[slots[part]] = self._staging.departures.num_leaving
+            self._departures[:, slots[part]] = self._staging.departures.num_leaving
             for row, slot, count in runs[part.start]:
                 target = self._host[slot : slot + count]
                 target.copy_(rows[row : row + count], non_blocking=True)

@@ -49,6 +49,22 @@ class Loaded(NamedTuple):
 NO_BLOCKS: Final = np.zeros(0, np.int32)
 
 
+class StoreInStep(Protocol):
+    """The store of blocks that a step fills, while it fills them. What it raises fails the step, as
+    for KVConnector.store(). Without end(), nothing that it has stored is kept."""
+
+    @property
+    def watches_layers(self) -> bool:
+        """False: layer_written() need not be called."""
+
+    def layer_written(self, layer: int) -> None:
+        """Start to store what is there once the work is done that was launched so far: all of this
+        rank's layers up to this number. Launches only."""
+
+    def end(self) -> None:
+        """Start to store all else, once everything of the step was launched."""
+
+
 class KVConnector(Protocol):
     """Owned by the runner, used on the step thread."""
 
@@ -63,6 +79,10 @@ class KVConnector(Protocol):
         What this raises fails the step, as does load(). Then, as if a later part of the step had
         failed, nothing that it has stored is kept (BlockContents.fail).
         """
+
+    def store_in_step(self, step: ScheduledStep) -> StoreInStep | None:
+        """Return what stores blocks as the step fills them; None: it has no such. Called before the
+        forward pass."""
 
     def load(self, step: ScheduledStep) -> Loaded | None:
         """Start what it loads, after the stores of all connectors: it is there before the step

@@ -6,7 +6,7 @@ import numpy as np
 
 from worker_daemon.device.transfers import LoadEnd
 from worker_daemon.runner.connectors.beside import LoadsBeside
-from worker_daemon.runner.connectors.interface import KVConnector, Loaded
+from worker_daemon.runner.connectors.interface import KVConnector, Loaded, StoreInStep
 from worker_daemon.runner.scheduled_step import ScheduledStep
 
 
@@ -15,7 +15,7 @@ class KVConnectors:
     loads run beside steps."""
 
     def __init__(self, connectors: Sequence[KVConnector]) -> None:
-        """connectors: at least one; at most one of them loads beside steps."""
+        """connectors: at least one; at most one of them loads beside steps, or stores in steps."""
         self._all = tuple(connectors)
         self.beside = LoadsBeside()
         """Loads that run beside steps."""
@@ -41,6 +41,11 @@ class KVConnectors:
                 self.beside.await_blocks(step.block_updates.block_ids)
         loads = [own for each in self._all if (own := each.load(step)) is not None]
         return _joined(loads) if len(loads) > 1 else next(iter(loads), None)
+
+    def store_in_step(self, step: ScheduledStep) -> StoreInStep | None:
+        """Return what stores the blocks that a step fills, after begin(); None: it stores none."""
+        stores = (each.store_in_step(step) for each in self._all)
+        return next((each for each in stores if each is not None), None)
 
     def settle(self) -> None:
         """Wait for all copies, before memory is freed."""

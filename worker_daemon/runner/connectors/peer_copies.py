@@ -27,6 +27,7 @@ from worker_daemon.device.side_stream import SideStream
 from worker_daemon.runner.connectors.checksums import WORD_BYTES
 from worker_daemon.runner.connectors.peer_moves import BlocksToMove, MovedContents
 from worker_daemon.runner.connectors.peer_pages import SlotPages, pages_of, parts_of
+from worker_daemon.runner.connectors.peer_pieces import SlotColumns
 from worker_daemon.runner.connectors.peer_routes import Route, windows_of
 from worker_daemon.runner.connectors.staging import staging_rows
 
@@ -135,26 +136,35 @@ class MappedSource:
         theirs: MovedContents,
         target: Tensor,
         pages: SlotPages,
+        columns: SlotColumns,
+        *,
+        are_last: bool,
     ) -> int:
-        """Start to copy contents to this rank's slots; return the bytes read. target: its slots,
-        uint8 [slots, bytes of a slot]. pages: the same by parts."""
-        if self.is_alike:
-            slots = own.slots.reshape(-1)
-            self.rows.copy(theirs.slots.reshape(-1), target, slots)
-            width = own.hashes.shape[2]
-            pages.rename(slots, theirs.hashes.reshape(-1, width), own.hashes.reshape(-1, width))
-            pages.clear_unused(own)
-            return slots.size * self.offer.slot_bytes
+        """Start to copy pieces of contents to this rank's slots; return the bytes read. target: its
+        slots, uint8 [slots, bytes of a slot]. pages: the same by parts. columns: of the pieces.
+        are_last: the last ones; all others were copied before."""
+        if self.is_alike:  # all checksums come with the last piece, as its neighbors
+            slots, copied = own.slots.reshape(-1), columns.words
+            if are_last:
+                copied = slice(copied.start, self.offer.slot_bytes)
+            self.rows.copy(theirs.slots.reshape(-1), target, slots, copied)
+            if are_last:
+                width = own.hashes.shape[2]
+                names = theirs.hashes.reshape(-1, width), own.hashes.reshape(-1, width)
+                pages.rename(slots, *names)
+                pages.clear_unused(own)
+            return int(slots.size * (copied.stop - copied.start))
         num_groups = max(1, len(theirs.kv_groups))
         at_once = max(1, len(self.staging) // num_groups)
         for here, there in zip(own.in_parts(at_once), theirs.in_parts(at_once), strict=True):
             places = np.arange(there.slots.size, dtype=np.int32)
-            self.rows.copy(there.slots.reshape(-1), self.staging, places)
+            for each in columns:
+                self.rows.copy(there.slots.reshape(-1), self.staging, places, each)
             staged = there._replace(slots=places.reshape(there.slots.shape))
             for route in routes:
                 words = self.pages.pack(route.sent, route.layers, staged)
                 pages.unpack(route.received, route.layers, here, words)
-        return theirs.slots.size * self.offer.slot_bytes
+        return int(theirs.slots.size * sum(each.stop - each.start for each in columns))
 
 
 class MappedSources:
@@ -215,15 +225,20 @@ class MappedSources:
         member: int,
         move: BlocksToMove,
         listing: bytes,
-        routes: Mapping[int, Mapping[int, Sequence[Route]]],
+        routes: Mapping[int, Sequence[Route]],
+        columns: SlotColumns,
+        *,
+        are_last: bool,
     ) -> int:
-        """Copy what a member has of a move out of its slots, and wait for it; return the bytes.
-        routes: by window and member. Raises TransferError."""
+        """Copy pieces of what a member has of a move out of its slots, and wait for it; return the
+        bytes. routes: of the pieces, by window. columns, are_last: see MappedSource.copy. Raises
+        TransferError."""
         source, num_bytes = self._all[member], 0
         for own, theirs in zip(move.contents, source.read(move, listing), strict=True):
-            found = routes.get(own.window, {}).get(member)
-            if found:
-                num_bytes += source.copy(found, own, theirs, self._rows, self._pages)
+            found = routes.get(own.window, ())
+            if found or (source.is_alike and theirs.slots.size):
+                place = own, theirs, self._rows, self._pages, columns
+                num_bytes += source.copy(found, *place, are_last=are_last)
         self._side.settle()
         return num_bytes
 

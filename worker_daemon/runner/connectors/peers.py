@@ -2,8 +2,9 @@
 beside the steps: a thread for each transfer link sends and receives, and the step that loads a
 received block checks it as any other (host_tier.py).
 
-A source says what it sends. Where the other rank maps its slots, that one reads the blocks from
-there (peer_copies.py), and says when it has; others get them as messages.
+A source says what it sends, piece by piece (pieces.py), as far as steps have stored it: so the
+pieces of blocks that a step is computing move meanwhile. Where the other rank maps its slots, that
+one reads the blocks from there (peer_copies.py), and says when it has; others get them as messages.
 """
 
 import logging
@@ -12,7 +13,10 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import combinations
 from typing import Final, NamedTuple, Protocol
 
 import torch
@@ -39,6 +43,7 @@ from worker_daemon.runner.connectors.peer_copies import (
 )
 from worker_daemon.runner.connectors.peer_moves import BlocksToMove, MovedContents, read_move
 from worker_daemon.runner.connectors.peer_pages import pages_of
+from worker_daemon.runner.connectors.peer_pieces import MovedPieces, PieceRoutes
 from worker_daemon.runner.connectors.peer_routes import (
     Route,
     find_routes,
@@ -50,10 +55,14 @@ MESSAGE_BYTES: Final = 4 << 20
 _IS_HELD: Final = b"held"
 _IS_LACKING: Final = b"lack"
 _NUMBER_BYTES: Final = 8
-_HEADER_BYTES: Final = len(_IS_HELD) + _NUMBER_BYTES + 32
+_HEADER: Final = struct.Struct(f"<{len(_IS_HELD)}s{_NUMBER_BYTES + 32}sB")
+"""Says that the blocks of a move are held, or not; the move's name; and how many pieces, the first
+ones, are there: those follow that were not sent before."""
 _STORE_WAIT_S: Final = 10.0
 """Longest wait for a step to store what is to be sent: moves behind it wait too."""
 _STORE_POLL_S: Final = 0.0003
+_POLLS_A_LOOK: Final = 32
+"""A rank looks as seldom for the failure of a step whose blocks it sends."""
 _LOOK_S: Final = 0.25
 """Interval at which a rank looks for the end of those whose memory it maps."""
 _END: Final = struct.Struct("<QQ")
@@ -81,7 +90,7 @@ class SharedSlots(NamedTuple):
     """uint8 [slots, bytes of a slot]: blocks with their checksums."""
     arrivals: deque[ReceivedBlocks]
     counts: TierCounts
-    have_left: Callable[[Int32s], bool]
+    pieces_left: Callable[[Int32s], int]
     contents: BlockContents
     shared: SharedMemory | None = None
     """None: no other process maps the rows, nor this one theirs."""
@@ -220,6 +229,35 @@ class NoTransfers:
         """Do nothing."""
 
 
+@dataclass(slots=True, eq=False)
+class _Coming:
+    """State of a move on its way from a member."""
+
+    routes: PieceRoutes
+    listing: bytes = b""
+    """Places of its blocks, if it is mapped here."""
+    pieces: MovedPieces | None = None
+    """Those that follow its last header."""
+    num_received: int = 0
+    """Pieces up to these."""
+    has_ended: bool = False
+    """Nothing comes after these pieces."""
+    fault: str = ""
+    num_bytes: int = 0
+
+    def announce(self, kind: bytes, count: int) -> bool:
+        """Take a header. Return False if it is none that can follow the last one."""
+        if kind == _IS_LACKING:
+            self.pieces, self.has_ended = None, True
+            return True
+        first, total = self.num_received, self.routes.num_pieces
+        if kind != _IS_HELD or not first < count <= total:
+            return False
+        self.pieces = self.routes.between(first, count)
+        self.num_received, self.has_ended = count, count == total
+        return True
+
+
 class _PeerLink:
     """A transfer link, and its thread. Counts are written by that thread alone."""
 
@@ -247,28 +285,34 @@ class _PeerLink:
                 *(place.host, place.port, place.secret, message.rank, size, self._timeout_s),
             )
         )
-        rank = message.rank if self._sends else message.rank - num_sources
-        self._routes: dict[int, dict[int, list[Route]]] = {}
-        """By window and member: what it gets of this rank, or this rank of it."""
-        for route in routes:
-            if rank == (route.source if self._sends else route.destination):
-                member = num_sources + route.destination if self._sends else route.source
-                self._routes.setdefault(route.window, {}).setdefault(member, []).append(route)
-        self._members = sorted({member for each in self._routes.values() for member in each})
+        self._num_sources = num_sources
+        self._rank = message.rank if self._sends else message.rank - num_sources
         self._shards = (*message.sources, *message.destinations)
+        of_source: dict[int, list[Route]] = {}
+        for route in routes:
+            of_source.setdefault(route.source, []).append(route)
+        if self._sends:
+            mine = of_source.get(self._rank, ())
+            members = {num_sources + each.destination for each in mine}
+        else:
+            members = {each.source for each in routes if each.destination == self._rank}
+        self._members = sorted(members)
+        self._pieces = {
+            source: PieceRoutes(self._shards[source], of_source[source], MESSAGE_BYTES)
+            for source in ((self._rank,) if self._sends else self._members)
+            if source in of_source
+        }
+        """By source: this rank, or those that it receives of."""
         self._readers: list[int] = []
         """The members that map this rank's slots."""
         own_shard = self._shards[message.rank]
         self._mapped = MappedSources(slots.shared, own_shard, slots.rows, self._pages, self._side)
         """The members whose slots are mapped here."""
-        self._contents_at_once = max(1, MESSAGE_BYTES // _most_bytes(routes, message))
-        """Contents of a message, the same on all ranks."""
-        self.largest_message = _HEADER_BYTES
+        self.largest_message = _HEADER.size
         """Most bytes of a message that this rank receives."""
         if not self._sends:
-            received = [own for each in self._routes.values() for own in each.values()]
-            words = self._contents_at_once * max(map(self._words, received), default=0)
-            self.largest_message = max(_HEADER_BYTES + MAX_LISTING_BYTES, WORD_BYTES * words)
+            words = max(map(self._most_words, self._pieces.values()), default=0)
+            self.largest_message = max(_HEADER.size + MAX_LISTING_BYTES, WORD_BYTES * words)
         self._moves: queue.SimpleQueue[BlocksToMove | None] = queue.SimpleQueue()
         """None: leave."""
         self._thread: threading.Thread | None = None
@@ -378,35 +422,49 @@ class _PeerLink:
             self._failed.append(move.number)
 
     def _send(self, move: BlocksToMove) -> str:
-        """Send a move's blocks, if all are there; else tell the members. Return what failed."""
-        is_held, began = self._await_stores(move), time.perf_counter()
-        header = (_IS_HELD if is_held else _IS_LACKING) + self._name(move)
-        listed = header + listing_of(move) if self._readers else header
-        self._channel.send(
-            [
-                (member, _bytes(listed if member in self._readers else header))
-                for member in self._members
-            ]
-        )
-        if not is_held:
-            return "blocks to send are not in their slots"
-        num_bytes = 0
-        # Mapped blocks need no messages, and a look at each of many costs more than their copies.
-        for contents in self._in_messages(move) if len(self._readers) < len(self._members) else ():
-            packed = [
-                (member, self._packed(routes, contents))
-                for member, routes in self._routes.get(contents.window, {}).items()
-                if member not in self._readers
-            ]
-            self._channel.send(packed)
-            num_bytes += sum(words.nbytes for _, words in packed)
+        """Send a move's blocks as they are stored; tell the members if they are not there, or not
+        any more. Return what failed."""
+        own, counts = self._pieces.get(self._rank), self._slots.counts
+        total, num_sent, num_bytes, seconds = 1 if own is None else own.num_pieces, 0, 0, 0.0
+        while num_sent < total:
+            count = min(self._await_pieces(move, num_sent), total)
+            began = time.perf_counter()
+            kind = _IS_HELD if count else _IS_LACKING
+            header = _HEADER.pack(kind, self._name(move), count)
+            listed = header + listing_of(move) if self._readers and not num_sent else header
+            self._channel.send(
+                [
+                    (member, _bytes(listed if member in self._readers else header))
+                    for member in self._members
+                ]
+            )
+            if not count:
+                return "blocks to send are not in their slots"
+            # Mapped blocks need no messages, and a look at each of many costs more than their
+            # copies.
+            if own is not None and len(self._readers) < len(self._members):
+                num_bytes += self._send_words(move, own.between(num_sent, count))
+            num_sent, seconds = count, seconds + time.perf_counter() - began
+        began = time.perf_counter()
         num_bytes += self._await_readers(move)
         # A slot that was given away meanwhile has sent other bytes: those do not match their hash
         # where they are loaded. So this need not be asked again.
-        counts = self._slots.counts
         counts.num_sent += move.slots.size
-        counts.sent.add(num_bytes, time.perf_counter() - began)
+        counts.sent.add(num_bytes, seconds + time.perf_counter() - began)
         return ""
+
+    def _send_words(self, move: BlocksToMove, pieces: MovedPieces) -> int:
+        """Send pieces of a move's blocks as messages; return the bytes."""
+        num_bytes = 0
+        for contents in _in_messages(move, pieces):
+            packed = [
+                (self._num_sources + destination, self._packed(routes, contents))
+                for destination, routes in pieces.routes.get(contents.window, {}).items()
+                if self._num_sources + destination not in self._readers
+            ]
+            self._channel.send(packed)
+            num_bytes += sum(words.nbytes for _, words in packed)
+        return num_bytes
 
     def _await_readers(self, move: BlocksToMove) -> int:
         """Wait until the members that map the slots have read a move; return the bytes."""
@@ -422,37 +480,22 @@ class _PeerLink:
 
     def _receive(self, move: BlocksToMove) -> str:
         """Receive a move's blocks into their slots, and note them. Return what failed."""
-        headers = [
-            (member, self._buffer(_HEADER_BYTES + self._mapped.listing_bytes(member, move)))
-            for member in self._members
-        ]
-        self._channel.receive(headers)
-        began = time.perf_counter()
-        expected, fault = _IS_HELD + self._name(move), ""
-        holding, num_bytes = set[int](), 0
-        listings: dict[int, bytes] = {}
-        for member, header in headers:
-            raw = header.numpy().tobytes()
-            found, listings[member] = raw[:_HEADER_BYTES], raw[_HEADER_BYTES:]
-            _check_header(found, move, member)
-            if found.startswith(_IS_HELD):
-                holding.add(member)
-            if found != expected:
-                fault = f"member {member} does not hold the same blocks"
-        is_wanted = not fault
-        if is_wanted:
-            for contents in move.contents:
-                self._pages.clear_unused(contents)
-        far = [each for each in self._members if each in holding and each not in self._mapped]
-        if far:
-            num_bytes += self._receive_words(move, far, is_wanted=is_wanted)
-        for member in [each for each in self._members if each in holding and each in self._mapped]:
-            count = 0
-            if is_wanted and not self._is_closed:
-                count = self._mapped.read(member, move, listings[member], self._routes)
-            self._channel.send([(member, _bytes(_END.pack(move.number, count)))])
-            num_bytes += count
-        self._side.settle()
+        sources = {member: _Coming(self._pieces[member]) for member in self._members}
+        fault, is_begun, seconds = "", False, 0.0
+        while coming := {m: each for m, each in sources.items() if not each.has_ended}:
+            self._receive_headers(move, coming)
+            began = time.perf_counter()
+            fault = fault or next((each.fault for each in coming.values() if each.fault), "")
+            is_wanted = not (fault or self._is_closed)
+            if is_wanted and not is_begun:
+                is_begun = True
+                for contents in move.contents:
+                    self._pages.clear_unused(contents)
+            for member, each in coming.items():
+                if each.pieces is not None:
+                    self._receive_pieces(move, member, each, each.pieces, is_wanted=is_wanted)
+            self._side.settle()
+            seconds += time.perf_counter() - began
         if self._is_closed:
             return "the transfer link was closed"
         if not fault:
@@ -461,40 +504,87 @@ class _PeerLink:
             counts = self._slots.counts
             counts.num_received += move.slots.size
             counts.num_mapped += move.slots.size if self._mapped else 0
-            counts.received.add(num_bytes, time.perf_counter() - began)
+            counts.received.add(sum(each.num_bytes for each in sources.values()), seconds)
         return fault
 
-    def _receive_words(self, move: BlocksToMove, members: Sequence[int], *, is_wanted: bool) -> int:
-        """Receive a move's blocks from these members as messages, into their slots if they are
-        wanted; return the bytes."""
-        num_bytes = 0
-        for contents in self._in_messages(move):
-            routes, count = self._routes.get(contents.window, {}), len(contents.names)
-            sizes = [
-                (member, WORD_BYTES * count * self._words(routes[member]))
-                for member in members
-                if member in routes
-            ]
-            arrived = [
-                (member, self._buffer(size).view(torch.int32).view(count, -1))
-                for member, size in sizes
-            ]
-            self._channel.receive(arrived)
-            if self._is_closed or not is_wanted:
+    def _receive_headers(self, move: BlocksToMove, coming: Mapping[int, "_Coming"]) -> None:
+        """Find out what each of these members sends next."""
+        headers = []
+        for member, each in coming.items():
+            size = 0 if each.num_received else self._mapped.listing_bytes(member, move)
+            headers.append((member, self._buffer(_HEADER.size + size)))
+        self._channel.receive(headers)
+        expected = self._name(move)
+        for (member, header), each in zip(headers, coming.values(), strict=True):
+            raw = header.numpy().tobytes()
+            kind, name, count = _HEADER.unpack_from(raw)
+            if not name.startswith(_number(move)) or not each.announce(kind, count):
+                raise _out_of_step(member, move)
+            each.listing = each.listing or raw[_HEADER.size :]
+            if kind == _IS_LACKING or name != expected:
+                each.fault = f"member {member} does not hold the same blocks"
+
+    def _receive_pieces(
+        self,
+        move: BlocksToMove,
+        member: int,
+        source: "_Coming",
+        pieces: MovedPieces,
+        *,
+        is_wanted: bool,
+    ) -> None:
+        """Receive pieces of a move's blocks from a member, into their slots if they are wanted."""
+        if member not in self._mapped:
+            source.num_bytes += self._receive_words(move, member, pieces, is_wanted=is_wanted)
+            return
+        if is_wanted:
+            routes = self._received(pieces)
+            read = partial(self._mapped.read, member, move, source.listing)
+            source.num_bytes += read(routes, pieces.columns, are_last=pieces.are_last)
+        if source.has_ended:
+            self._channel.send([(member, _bytes(_END.pack(move.number, source.num_bytes)))])
+
+    def _receive_words(
+        self, move: BlocksToMove, member: int, pieces: MovedPieces, *, is_wanted: bool
+    ) -> int:
+        """Receive pieces of a move's blocks from a member as messages; return the bytes of those
+        that are wanted."""
+        num_bytes, by_window = 0, self._received(pieces)
+        for contents in _in_messages(move, pieces):
+            routes, count = by_window.get(contents.window), len(contents.names)
+            if routes is None:
                 continue
-            for member, words in arrived:
-                self._unpack(routes[member], contents, self._side.to_device(words))
+            size = WORD_BYTES * count * self._words(routes)
+            words = self._buffer(size).view(torch.int32).view(count, -1)
+            self._channel.receive([(member, words)])
+            if is_wanted and not self._is_closed:
+                self._unpack(routes, contents, self._side.to_device(words))
                 num_bytes += words.nbytes
         return num_bytes
 
-    def _await_stores(self, move: BlocksToMove) -> bool:
-        """Return True once steps have stored all blocks; False if they have not in time."""
-        until = time.monotonic() + min(_STORE_WAIT_S, self._timeout_s / 2)
-        while not (self._holds(move) and self._slots.have_left(move.slots)):
-            if time.monotonic() >= until or self._is_closed:
-                return False
+    def _received(self, pieces: MovedPieces) -> dict[int, Sequence[Route]]:
+        """Return the routes of pieces to this rank, by window."""
+        return {
+            window: routes[self._rank]
+            for window, routes in pieces.routes.items()
+            if self._rank in routes
+        }
+
+    def _await_pieces(self, move: BlocksToMove, num_sent: int) -> int:
+        """Return the number of a move's pieces, the first ones, that steps have stored of all its
+        blocks, once they are more than so many; 0 if they are not in time, or a step has failed
+        that was to store them."""
+        until, num_polls = time.monotonic() + min(_STORE_WAIT_S, self._timeout_s / 2), 0
+        while True:
+            # Slots hold a block before its pieces are there: from the beginning of its step on.
+            is_held = (num_sent > 0 and num_polls % _POLLS_A_LOOK != 0) or self._holds(move)
+            num_left = self._slots.pieces_left(move.slots) if is_held else 0
+            if num_left > num_sent and self._holds(move):
+                return num_left
+            if time.monotonic() >= until or self._is_closed or (num_sent and not is_held):
+                return 0
+            num_polls += 1
             time.sleep(_STORE_POLL_S)
-        return True
 
     def _holds(self, move: BlocksToMove) -> bool:
         tag = versioned_tag(move.tag, self._weights.model.version)
@@ -514,10 +604,15 @@ class _PeerLink:
         """Return uint8 [num_bytes] for a message; its storage has room for any other."""
         return torch.empty(self.largest_message, dtype=torch.uint8)[:num_bytes]
 
-    def _in_messages(self, move: BlocksToMove) -> Iterator[MovedContents]:
-        """Divide a move into the contents of each message."""
-        for each in move.contents:
-            yield from each.in_parts(self._contents_at_once)
+    def _most_words(self, own: PieceRoutes) -> int:
+        """Return the most words of a message from a source to this rank."""
+        pairs = combinations(range(own.num_pieces + 1), 2)
+        ranges = (own.between(first, end) for first, end in pairs)
+        return max(
+            pieces.contents_at_once
+            * max(map(self._words, self._received(pieces).values()), default=0)
+            for pieces in ranges
+        )
 
     def _words(self, routes: Sequence[Route]) -> int:
         """Return the words that contents have on these routes to this rank."""
@@ -537,12 +632,10 @@ def _number(move: BlocksToMove) -> bytes:
     return move.number.to_bytes(_NUMBER_BYTES, "little")
 
 
-def _check_header(found: bytes, move: BlocksToMove, member: int) -> None:
-    """Raises TransferError: it is no header of this move. Then neither are later messages in their
-    places."""
-    kind, number = found[: len(_IS_HELD)], found[len(_IS_HELD) :][:_NUMBER_BYTES]
-    if kind not in (_IS_HELD, _IS_LACKING) or number != _number(move):
-        raise _out_of_step(member, move)
+def _in_messages(move: BlocksToMove, pieces: MovedPieces) -> Iterator[MovedContents]:
+    """Divide a move into the contents of each message with these pieces."""
+    for each in move.contents:
+        yield from each.in_parts(pieces.contents_at_once)
 
 
 def _out_of_step(member: int, move: BlocksToMove) -> TransferError:
@@ -552,14 +645,3 @@ def _out_of_step(member: int, move: BlocksToMove) -> TransferError:
 
 def _bytes(raw: bytes) -> Tensor:
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-
-
-def _most_bytes(routes: Sequence[Route], message: kt.OpenKVTransfer) -> int:
-    """Return the most bytes that the data of contents take on a route."""
-    most = 1
-    for route in routes:
-        shard = message.sources[route.source]
-        form = shard.drafts if route.sent.section and shard.drafts is not None else shard
-        num_parts = len(route.layers) * route.sent.num_heads
-        most = max(most, WORD_BYTES * num_parts * form.rows * form.words)
-    return most

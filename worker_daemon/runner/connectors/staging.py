@@ -44,6 +44,9 @@ Arrive: TypeAlias = Callable[[slice, Tensor], None]
 """Starts the copies of some blocks from the host: which of them, and the rows on the device that
 take them, int32 [n, R]."""
 
+Gather: TypeAlias = Callable[[Tensor, Tensor], None]
+"""Copies words of blocks, int32 [n], to rows, int32 [n, words], both on the device."""
+
 Settle: TypeAlias = Callable[[Tensor], None]
 """Makes the checksums of blocks that have arrived as they must, int64 [L, U] on the device, zero,
 and those of no others."""
@@ -128,6 +131,30 @@ class BlockStaging:
                 sums = rows.new_empty((len(rows), self._checksums.count), dtype=torch.int64)
                 self._checksums.of(blocks, sums)
                 leave(part, rows, sums)
+
+    def store_words(
+        self,
+        width: int,
+        block_ids: Int32s,
+        gather: Gather,
+        leave: Callable[[slice, Tensor], None],
+    ) -> None:
+        """Let so many words of blocks [S] leave, as the work launched so far has left them. leave:
+        starts their copies to where they go: which of the blocks, and their rows on the device,
+        int32 [n, width]."""
+        stores, ids = self._order.stores, upload(block_ids, self._pages.device)
+        most = self._outgoing[0].numel() // width
+        most -= most % _ALIGNED_IDS if most > _ALIGNED_IDS else 0
+        for first in range(0, block_ids.size, most):
+            buffer = self._next_outgoing
+            self._next_outgoing = (buffer + 1) % len(self._outgoing)
+            part = slice(first, min(first + most, block_ids.size))
+            count = part.stop - part.start
+            rows = self._outgoing[buffer].view(-1)[: count * width].view(count, width)
+            with stores.gathering(buffer):
+                gather(ids[part], rows)
+            with stores.leaving(buffer):
+                leave(part, rows)
 
     @property
     def times(self) -> CopyTimes:

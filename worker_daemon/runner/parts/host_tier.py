@@ -39,36 +39,48 @@ class HostTierPart(StepPart):
         self, extension: HostTierMoves, frames: Sequence[Frame], limits: StepLimits
     ) -> Moves:
         """Raises InvalidStepError: a block or slot does not exist or is named twice, a slot is
-        stored to and loaded, more loads run beside steps than there are, or columns do not fit."""
+        stored to and loaded, more loads run beside steps, or stores are of filled blocks, than
+        there are, or columns do not fit."""
         store_blocks = read_blocks("store_blocks", extension.store_blocks, limits)
         load_blocks = read_blocks("load_blocks", extension.load_blocks, limits)
         store_slots = _slots("store_slots", extension.store_slots, store_blocks, limits)
         load_slots = _slots("load_slots", extension.load_slots, load_blocks, limits)
-        check_unique("store_blocks", store_blocks)
+        num_before = store_blocks.size - _count("num_filled", extension.num_filled, store_blocks)
+        check_unique("store_blocks", store_blocks[:num_before])
+        check_unique("store_blocks", store_blocks[num_before:])
         check_unique("load_blocks", load_blocks)
         check_unique("store_slots", store_slots)
         both = np.intersect1d(store_slots, load_slots)
         if both.size:
             fix = "load it in a step before the one that replaces it"
             raise invalid("extensions.load_slots", int(both[0]), fix)
-        if extension.num_beside > load_blocks.size:
-            fix = f"at most the number of loads, {load_blocks.size}"
-            raise invalid("extensions.num_beside", extension.num_beside, fix)
         width = extension.hash_bytes
+        hashes = read_hashes("store_hashes", extension.store_hashes, store_blocks.size, width)
+        before, filled = slice(num_before), slice(num_before, None)
         return Moves(
             extension.block_tag,
-            store_blocks,
-            store_slots,
-            read_hashes("store_hashes", extension.store_hashes, store_blocks.size, width),
+            store_blocks[before],
+            store_slots[before],
+            hashes[before],
             load_blocks,
             load_slots,
             read_hashes("load_hashes", extension.load_hashes, load_blocks.size, width),
-            extension.num_beside,
+            _count("num_beside", extension.num_beside, load_blocks),
             extension.are_idle,
+            store_blocks[filled],
+            store_slots[filled],
+            hashes[filled],
         )
 
     def loaded_blocks(self, step_values: Moves) -> Int32s:
         return step_values.load_blocks
+
+
+def _count(field: str, count: int, blocks: Int32s) -> int:
+    """Return how many of the blocks, the last ones, are of a kind."""
+    if count > blocks.size:
+        raise invalid(f"extensions.{field}", count, f"at most the number of moves, {blocks.size}")
+    return count
 
 
 def _slots(field: str, raw: bytes, block_ids: Int32s, limits: StepLimits) -> Int32s:
