@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.exhaustive import exhaustively
+from tests.support.faulty_daemon import Fault
 from tests.support.flipping_daemon import FlippingDaemons
 from tests.support.forked_daemons import ForkedDaemons
 from tests.support.prefill_pairs import (
@@ -285,6 +286,48 @@ def test_the_death_of_either_side(pair, checkpoint, side, at, kind):
         assert_right(outputs, model, sent)
         assert_blocks_come(driver, sent.seed + 1)
         assert driver.scheduler.exchange.num_slots == 0
+
+
+@pytest.mark.parametrize("what", ["raise", exhaustively("kill")])
+@pytest.mark.parametrize("kind", [None, exhaustively("drafted windows")])
+def test_a_step_that_fails_once_its_layers_were_sent(faulty, checkpoint, what, kind):
+    """Nothing of it is used, and blocks come again afterwards."""
+    sent = Prompts(random.randrange(1 << 30), count=12, lengths=(20, 60))
+    model, changes = (checkpoint(), {}) if kind is None else model_of(checkpoint, kind)
+    options = {"changes": (changes | SMALL_CHUNKS,) * 2, "recover": (replaced(faulty), None)}
+    with prefill_pair(faulty.endpoints, model, (1, 1), (1, 1), **options) as (driver, prefill):
+        assert_blocks_come(driver, sent.seed)
+        faulty.faults[0].put(Fault("argmax_tokens", what, random.randrange(8)))
+        outputs = run(driver, sent.requests)
+        assert_right(outputs, model, sent)
+        assert not faulty.faults[0].armed, sent.seed
+        assert prefill.counts.num_lost_links > 0, sent.seed
+        assert_blocks_come(driver, sent.seed + 1)
+        wait_until(lambda: driver.step() == [] and no_slots([driver]), sent.seed)
+
+
+@pytest.mark.parametrize("memory", ["device", exhaustively("host")])
+def test_blocks_are_there_before_the_step_that_computes_them_has_ended(faulty, checkpoint, memory):
+    sent, model = Prompts(random.randrange(1 << 30), count=1, lengths=(25, 31)), checkpoint()
+    changes = ({"kv_tier_memory": memory},) * 2
+    with prefill_pair(faulty.endpoints, model, (1, 1), (1, 1), changes=changes) as (driver, _):
+        assert_blocks_come(driver, sent.seed)
+        (before,) = tiers(driver.group)
+        hang = Fault("argmax_tokens", "hang", seconds=0.1, is_ended_by_test=True)
+        faulty.faults[0].put(hang)
+        (request,) = sent.requests
+        driver.add_request(request)
+
+        def have_come():
+            assert not driver.step(), sent.seed
+            (tier,) = tiers(driver.group)
+            return tier.num_received >= before.num_received + len(request.prompt) // 4
+
+        wait_until(have_come, sent.seed)
+        faulty.faults[0].end_hang()
+        outputs = {output.req_id: output for output in driver.run()}
+    assert_right(outputs, model, sent)
+    assert num_loaded(outputs) > 0, sent.seed
 
 
 def test_daemons_keep_no_rows_of_prompts_that_were_given_up(daemons, checkpoint):

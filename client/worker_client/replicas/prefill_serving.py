@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.moved_blocks import MAX_MOVED_BLOCKS
 from worker_client.driver import Driver
-from worker_client.driver_parts.interface import DriverPart
+from worker_client.driver_parts.interface import DriverPart, StepInFlight
 from worker_client.driver_parts.remote_prefill import (
     Described,
     ExchangingScheduler,
@@ -32,6 +32,8 @@ from worker_client.scheduler.outgoing_contents import StoredContents
 
 POLL_S: Final = 0.001
 """Pause between questions after moves in progress, of a group that does nothing else."""
+GRANT_POLL_S: Final = 0.0005
+"""Longest pause between two looks for the end of a step whose blocks wait for slots."""
 LOOK_S: Final = 0.25
 """Interval at which an idle group looks for dead daemons."""
 MAX_AHEAD: Final = 1024
@@ -77,20 +79,34 @@ class _Unconfirmed(NamedTuple):
 class _SendsInFlight(DriverPart):
     """Begins to send what steps store while they are in flight."""
 
-    def __init__(self, send_all: Callable[[], None]) -> None:
+    def __init__(
+        self, send_all: Callable[[], None], await_grants: Callable[[Callable[[], bool]], None]
+    ) -> None:
         self._send_all = send_all
+        self._await_grants = await_grants
 
     def work_in_flight(self) -> bool:
         self._send_all()
         return False
+
+    def complete(self, flight: StepInFlight) -> None:
+        with suppress(WorkerDaemonError):  # the driver meets it where it waits for the result
+            self._await_grants(flight.future.done)
 
 
 class PrefillServing:
     """Owned by PrefillThread, whose thread calls it: prompts that are computed, and blocks that are
     kept for the other group."""
 
-    def __init__(self, driver: Driver, tell: Callable[[PrefillNews], None]) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        tell: Callable[[PrefillNews], None],
+        take_grant: "Callable[[PrefillServing, float], None]",
+    ) -> None:
+        """take_grant: carries out the next grant(), if one comes within so many seconds."""
         self._driver = driver
+        self._take_grant = take_grant
         self._transfers = driver.group.transfers
         self._tell = tell
         self._prompts: dict[int, _PromptToSend] = {}
@@ -105,7 +121,7 @@ class PrefillServing:
         so no block of a prompt's last chunk waits for the news of its end."""
         self._num_failures = 0
         """Failures of steps before the first of these was sent."""
-        driver.add_part(_SendsInFlight(self._send_all))
+        driver.add_part(_SendsInFlight(self._send_all, self._await_grants))
         self._must_step = False
         """A step is to be sent, even with nothing to compute: it stores blocks, and tells daemons
         which prompts have ended."""
@@ -244,6 +260,16 @@ class PrefillServing:
         """Send what steps that were sent store; the driver calls it too, with steps in flight."""
         for prompt in [*self._prompts.values()]:
             self._send_filled(prompt)
+
+    def _await_grants(self, has_ended: Callable[[], bool]) -> None:
+        """Take grants while the oldest step in flight has not ended, and blocks wait for slots: so
+        they move while it runs."""
+        while self._waits_for_slots and not has_ended():
+            self._take_grant(self, GRANT_POLL_S)
+
+    @property
+    def _waits_for_slots(self) -> bool:
+        return any(prompt.stored and prompt.granted is None for prompt in self._prompts.values())
 
     def _send_filled(self, prompt: _PromptToSend) -> None:
         """Send what steps store of a prompt since the last call, if there are slots for it; end

@@ -35,6 +35,8 @@ class ModelledDriver:
         self.scheduler, self.rank, self.flying = Scheduler(LIMITS), ModelledRank(), deque()
         self.group = SimpleNamespace(transfers=self)
         self.must_fail, self.num_moves = False, 0
+        self.num_looks = 0
+        """Looks for a step's end that find it running."""
         self.num_begun = []
         """Moves before each result."""
         self.add_request = self.scheduler.add_request
@@ -48,6 +50,8 @@ class ModelledDriver:
         while len(self.flying) < 2 and (output := self.scheduler.schedule()) is not None:
             self.flying.append((output, *self.rank.run(output)))
         assert not self.part.work_in_flight()
+        looks = iter([False] * self.num_looks)
+        self.part.complete(SimpleNamespace(future=SimpleNamespace(done=lambda: next(looks, True))))
         self.num_begun.append(self.num_moves)
         if self.must_fail:
             outputs = [output for output, *_ in self.flying]
@@ -81,9 +85,12 @@ class ModelledDriver:
 class Sending:
     """A prompt whose slots are granted, and what is told of it."""
 
-    def __init__(self, count):
+    def __init__(self, count, granted_at=None):
+        """granted_at: number of waits for a command, in a step, after which the grant comes; None:
+        it comes at once."""
         self.driver, self.told, self.link = ModelledDriver(), [], SimpleNamespace(number=5)
-        self.serving = PrefillServing(self.driver, self.told.append)
+        self.waits_left = granted_at
+        self.serving = PrefillServing(self.driver, self.told.append, self._take_grant)
         self.serving.open_link(self.link)
         tokens = [random.randrange(9) for _ in range(count)]
         other, request = Scheduler(LIMITS), flat_request("r", tokens, max_tokens=3)
@@ -92,7 +99,14 @@ class Sending:
         sampling = first_token_sampling(request)
         self.serving.compute(1, request, self.names, sampling)
         assert isinstance(self.told.pop(0), SlotsWanted)
-        self.serving.grant(self.link, 1, self.names)
+        if granted_at is None:
+            self.serving.grant(self.link, 1, self.names)
+
+    def _take_grant(self, serving, wait_s):
+        assert self.waits_left is not None and serving is self.serving and wait_s > 0
+        self.waits_left -= 1
+        if not self.waits_left:
+            serving.grant(self.link, 1, self.names)
 
     def kinds(self, kind):
         return [each for each in self.told if isinstance(each, kind)]
@@ -110,6 +124,25 @@ def test_moves_begin_with_the_steps_that_store_and_are_confirmed_when_they_are_r
     assert num_ahead > 0
     assert [name for each in begun for name in each.names] == sending.names
     assert len(right) == len(begun)
+    assert isinstance(sending.told[-1], PromptOver)
+    assert sending.driver.scheduler.exchange.num_slots == 0
+
+
+@pytest.mark.parametrize("num_looks", [2, 9])
+def test_blocks_move_in_the_step_that_fills_them_even_if_slots_come_late(num_looks):
+    """Unless that step has ended before."""
+    sending = Sending(11, granted_at=4)
+    sending.driver.num_looks = num_looks
+    sending.serving.proceed()
+    is_in_time = num_looks > 4
+    assert bool(sending.kinds(MoveToReceive)) == is_in_time
+    assert sending.driver.num_begun == [int(is_in_time)]
+    assert sending.waits_left == (0 if is_in_time else 2)
+    sending.driver.num_looks = 9
+    for _ in range(9):
+        sending.serving.proceed()
+        if sending.waits_left:
+            sending._take_grant(sending.serving, 1.0)
     assert isinstance(sending.told[-1], PromptOver)
     assert sending.driver.scheduler.exchange.num_slots == 0
 
