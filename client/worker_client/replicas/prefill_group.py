@@ -71,6 +71,8 @@ class PrefillThread:
         self._meeting: StoreServer | None = None
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         """None: stop."""
+        self._grants: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        """Commands that may be carried out while a step runs."""
         self._news: queue.SimpleQueue[PrefillNews] = queue.SimpleQueue()
         self._waited_for: list[PrefillNews] = []
         """News that await_news() has met."""
@@ -128,7 +130,8 @@ class PrefillThread:
 
     def grant(self, link: TransferLink, number: int, names: list[bytes]) -> None:
         """See PrefillGroup."""
-        self._commands.put(lambda serving: serving.grant(link, number, names))
+        self._grants.put(lambda serving: serving.grant(link, number, names))
+        self._commands.put(self._take_grant)  # unless it is taken before, in a step
 
     def drop(self, number: int) -> None:
         """See PrefillGroup."""
@@ -161,7 +164,7 @@ class PrefillThread:
         """Open the group and serve until it is to stop; return the error that has ended it."""
         try:
             with self._open_driver() as driver:
-                serving = PrefillServing(driver, self._news.put, self._obey_in_step)
+                serving = PrefillServing(driver, self._news.put, self._take_grant)
                 self._news.put(Opened())
                 self._has_opened.set()
                 while self._obey(serving):
@@ -180,6 +183,12 @@ class PrefillThread:
             with suppress(queue.Empty):
                 self._commands.get(timeout=left)
         return not self._is_stopping
+
+    def _take_grant(self, serving: PrefillServing, wait_s: float = 0.0) -> None:
+        """Carry out the next grant, if one is there within so many seconds."""
+        with suppress(queue.Empty):
+            grant = self._grants.get(timeout=wait_s) if wait_s else self._grants.get_nowait()
+            grant(serving)
 
     def _obey(self, serving: PrefillServing) -> bool:
         """Carry out the commands that are here; if there is nothing else to do, wait for one.

@@ -102,12 +102,11 @@ class PrefillServing:
         self,
         driver: Driver,
         tell: Callable[[PrefillNews], None],
-        obey: "Callable[[PrefillServing, float], bool]" = lambda serving, wait_s: False,
+        take_grant: "Callable[[PrefillServing, float], None]",
     ) -> None:
-        """obey: carries out the next command, if one is there within so many seconds; returns False
-        once none is to be carried out any more."""
+        """take_grant: carries out the next grant(), if one comes within so many seconds."""
         self._driver = driver
-        self._obey = obey
+        self._take_grant = take_grant
         self._transfers = driver.group.transfers
         self._tell = tell
         self._prompts: dict[int, _PromptToSend] = {}
@@ -265,10 +264,10 @@ class PrefillServing:
             self._send_filled(prompt)
 
     def _await_grants(self, has_ended: Callable[[], bool]) -> None:
-        """Carry out commands while the oldest step in flight has not ended, and blocks wait for
-        slots: so they move while it runs."""
-        while self._waits_for_slots and not has_ended() and self._obey(self, GRANT_POLL_S):
-            pass
+        """Take grants while the oldest step in flight has not ended, and blocks wait for slots: so
+        they move while it runs."""
+        while self._waits_for_slots and not has_ended():
+            self._take_grant(self, GRANT_POLL_S)
 
     @property
     def _waits_for_slots(self) -> bool:

@@ -90,7 +90,7 @@ class Sending:
         it comes at once."""
         self.driver, self.told, self.link = ModelledDriver(), [], SimpleNamespace(number=5)
         self.waits_left = granted_at
-        self.serving = PrefillServing(self.driver, self.told.append, self._obey)
+        self.serving = PrefillServing(self.driver, self.told.append, self._take_grant)
         self.serving.open_link(self.link)
         tokens = [random.randrange(9) for _ in range(count)]
         other, request = Scheduler(LIMITS), flat_request("r", tokens, max_tokens=3)
@@ -102,12 +102,11 @@ class Sending:
         if granted_at is None:
             self.serving.grant(self.link, 1, self.names)
 
-    def _obey(self, serving, wait_s):
+    def _take_grant(self, serving, wait_s):
         assert self.waits_left is not None and serving is self.serving and wait_s > 0
         self.waits_left -= 1
         if not self.waits_left:
             serving.grant(self.link, 1, self.names)
-        return True
 
     def kinds(self, kind):
         return [each for each in self.told if isinstance(each, kind)]
@@ -143,7 +142,7 @@ def test_blocks_move_in_the_step_that_fills_them_even_if_slots_come_late(num_loo
     for _ in range(9):
         sending.serving.proceed()
         if sending.waits_left:
-            sending._obey(sending.serving, 1.0)
+            sending._take_grant(sending.serving, 1.0)
     assert isinstance(sending.told[-1], PromptOver)
     assert sending.driver.scheduler.exchange.num_slots == 0
 
