@@ -43,11 +43,13 @@ class AsyncDriver:
         max_requests: int = MAX_REQUESTS,
         others: OtherDrivers | None = None,
         on_change: Callable[[], None] = lambda: None,
+        loss: Exception | None = None,
     ) -> None:
         """max_requests: generate waits while so many requests are unfinished. others: requests are
         given up at a loss, if the scheduler can (ContinuingScheduler); without, they wait for the
         successor, as do calls. on_change: called when the group has lost a rank, when it serves
-        again, and when the driver has ended. Raises ClientConfigError."""
+        again, and when the driver has ended. loss: that of an earlier driver, until this one
+        serves. Raises ClientConfigError."""
         given: object = open_driver
         if not callable(given):
             fix = "give a function that returns a context with a Driver"
@@ -57,7 +59,7 @@ class AsyncDriver:
         self._room = asyncio.Semaphore(max_requests)
         self._on_change = on_change
         self._thread = DriverThread(open_driver, self._end, self._note_loss, others)
-        self._loss: Exception | None = None
+        self._loss = loss
         self._served: set[ServedRequest] = set()
         self._calls: set[asyncio.Future[Any]] = set()
         """Calls that have no result yet."""

@@ -235,6 +235,7 @@ class DriverThread:
             with self._open_driver() as driver, self._giving_up(driver, loop):
                 if self._others is not None:
                     self._others.welcome(driver)
+                    loop.call_soon_threadsafe(self._on_loss, None)
                 loop.call_soon_threadsafe(_resolve, ready, None, None)
                 while self._take_commands(driver):
                     updates = self._step(driver)

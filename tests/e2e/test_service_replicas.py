@@ -167,19 +167,30 @@ def test_requests_go_on_and_administrators_reach_both_replicas(daemons, model, m
     asyncio.run(main())
 
 
-def test_what_a_lost_replica_misses_is_done_before_it_serves(daemons, model, other_weights):
+def end(driver):
+    """Let a driver end with its next step, or its next look."""
+
+    def fail():
+        raise ArithmeticError("a fault of the test")
+
+    driver.step = driver.look = fail
+
+
+def test_what_a_lost_replica_misses_is_done_before_it_serves(
+    daemons, model, other_weights, monkeypatch
+):
+    monkeypatch.setattr("worker_client.service.engine.REOPEN_S", 0.1)
     endpoints, rng = daemons.endpoints(2), random.Random()
     lost = rng.randrange(2)
 
     async def main():
         async with serving(model, endpoints) as (engine, client):
-            own = engine.driver.drivers[lost]
 
             async def is_lost():
-                return own.loss is not None
+                return engine.driver.drivers[lost].loss is not None
 
             async def is_back():
-                return own.loss is None
+                return engine.driver.drivers[lost].loss is None and not engine.operations.missing
 
             async def changed(path, body=None):
                 """An answer without the lost replica."""
@@ -217,6 +228,18 @@ def test_what_a_lost_replica_misses_is_done_before_it_serves(daemons, model, oth
             daemons.restart_dead()
             await until(is_back)
             assert await texts_of(client, bodies) == after
+            own = engine.driver.drivers[lost]
+            await own.call(end)  # its daemon lives; it is opened again
+
+            async def is_another():
+                return engine.driver.drivers[lost] is not own
+
+            await until(is_another)
+            await until(is_back)
+            assert await texts_of(client, bodies) == after
+            versions = await engine.ask(lambda driver: driver.group.weights.version.number)
+            assert versions == [version] * 2
+
             assert await ok(client, "/sleep", {}) == {"is_sleeping": True}
             daemons.kill(lost)
             await until(is_lost)

@@ -14,7 +14,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
 from functools import partial
 from typing import Final
 
@@ -47,27 +47,30 @@ class DataParallelDriver:
     """Owns the replicas' drivers. All methods belong to the event loop on which it was entered."""
 
     def __init__(
-        self, open_drivers: Sequence[OpenDriver], *, max_requests: int = MAX_REQUESTS
+        self,
+        open_drivers: Sequence[OpenDriver],
+        *,
+        max_requests: int = MAX_REQUESTS,
+        reopen_s: float | None = None,
     ) -> None:
-        """max_requests: of one replica. Raises ClientConfigError: there is no replica, or an
-        argument is wrong."""
+        """max_requests: of one replica. reopen_s: while others serve, the function of a replica
+        whose driver has ended is called again every so many seconds, to attach anew
+        (DataParallelGroup.reconnect), until that succeeds; None: never.
+
+        Raises:
+            ClientConfigError: there is no replica, or an argument is wrong.
+        """
         given: object = open_drivers
         if not isinstance(given, Sequence) or not given:
             raise config_error(
                 "open_drivers", given, "there is no replica", "give one function each"
             )
-        standing = StandingOperations(len(open_drivers))
-        self.drivers = tuple(
-            AsyncDriver(
-                open_driver,
-                max_requests=max_requests,
-                others=OtherReplicas(standing, place),
-                on_change=partial(self._note_change, place),
-            )
-            for place, open_driver in enumerate(open_drivers)
-        )
+        self._open_drivers = tuple(open_drivers)
+        self._max_requests = max_requests
+        self._standing = StandingOperations(len(open_drivers))
+        self.drivers = [self._make_driver(place) for place in range(len(open_drivers))]
         """In the order of the replicas."""
-        self.operations = ReplicaOperations(self.drivers, standing)
+        self.operations = ReplicaOperations(self.drivers, self._standing)
         """Operations of administrators on all replicas."""
         self._trial = asyncio.Lock()
         """Held by the request that is on trial."""
@@ -78,6 +81,9 @@ class DataParallelDriver:
         self._names = map(str, itertools.count())
         """Names of requests in the placement: ids may be equal."""
         self._opened = AsyncExitStack()
+        self._reopen_s = reopen_s
+        self._is_closing = asyncio.Event()
+        self._reopening: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "DataParallelDriver":
         """Start the replicas' drivers. Raises what an open_driver raises."""
@@ -85,10 +91,15 @@ class DataParallelDriver:
             for driver in self.drivers:
                 await opened.enter_async_context(driver)
             self._opened = opened.pop_all()
+        if self._reopen_s is not None:
+            self._reopening = asyncio.create_task(self._reopen_ended(self._reopen_s))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         """Abort all requests, and wait until every driver has ended."""
+        self._is_closing.set()
+        if self._reopening is not None:
+            await self._reopening
         await self._opened.aclose()
 
     @property
@@ -99,7 +110,10 @@ class DataParallelDriver:
 
     async def wait_ended(self) -> Exception:
         """Wait until all drivers have ended; return the error of the first."""
-        return (await asyncio.gather(*(driver.wait_ended() for driver in self.drivers)))[0]
+        while (error := self.error) is None:
+            self._change.clear()
+            await self._change.wait()
+        return error
 
     async def pause(self) -> None:
         """Hold all requests on all replicas: see AsyncDriver.pause."""
@@ -144,6 +158,33 @@ class DataParallelDriver:
                 finally:
                     stream.on_tokens = None
                     self._placement.remove(name)
+
+    def _make_driver(self, place: int, loss: Exception | None = None) -> AsyncDriver:
+        return AsyncDriver(
+            self._open_drivers[place],
+            max_requests=self._max_requests,
+            others=OtherReplicas(self._standing, place),
+            on_change=partial(self._note_change, place),
+            loss=loss,
+        )
+
+    async def _reopen_ended(self, every_s: float) -> None:
+        while not self._is_closing.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._is_closing.wait(), every_s)
+            ended = [place for place, each in enumerate(self.drivers) if each.error is not None]
+            for place in ended if self.error is None else ():
+                if not self._is_closing.is_set():
+                    await self._reopen(place)
+
+    async def _reopen(self, place: int) -> None:
+        self.drivers[place] = self._make_driver(place, self.drivers[place].error)
+        try:
+            await self._opened.enter_async_context(self.drivers[place])
+        except Exception as error:  # of open_driver, whatever it does
+            _LOG.warning("replica %d cannot be opened again: %s", place, error)
+        else:
+            _LOG.info("replica %d serves again", place)
 
     async def _whole_replicas(self) -> list[int]:
         """Return the replicas that serve; wait while there is none. Raises the error of one if none

@@ -60,19 +60,16 @@ class DataParallelGroup:
         parse_endpoints(endpoints, parallel, keys, parallel.data_parallel_size)
         self.parallel = parallel
         self.driver_id = new_driver_id()
+        self._endpoints, self._keys, self._lease = tuple(endpoints), keys, lease
+        self._is_closed = False
+        self.replicas: list[WorkerGroup] = []
+        """Groups that Driver takes, by dp_rank."""
+        self.loras = ReplicaLoras(self.replicas, self.on_all)
         with contextlib.ExitStack() as opened:
-            replicas = []
+            opened.callback(self.close)
             for dp_rank in range(parallel.data_parallel_size):
-                ranks = parallel.ranks_of(dp_rank)
-                own = endpoints[ranks.start : ranks.stop]
-                replica = WorkerGroup(
-                    own, parallel, keys, lease=lease, dp_rank=dp_rank, driver_id=self.driver_id
-                )
-                replicas.append(opened.enter_context(replica))
-            self.replicas = tuple(replicas)
-            """Groups that Driver takes, by dp_rank."""
-            self.loras = ReplicaLoras(self.replicas, self.on_all)
-            self._opened = opened.pop_all()
+                self.replicas.append(self._connected(dp_rank))
+            opened.pop_all()
 
     def __enter__(self) -> "DataParallelGroup":
         return self
@@ -82,7 +79,35 @@ class DataParallelGroup:
 
     def close(self) -> None:
         """Close all replicas, as WorkerGroup.close does."""
-        self._opened.close()
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with contextlib.ExitStack() as closing:
+            for replica in self.replicas:
+                closing.callback(replica.close)
+
+    def reconnect(self, dp_rank: int) -> WorkerGroup:
+        """Close a replica whose driver has ended, and put one that is not attached in its place;
+        return that. It belongs to the calling thread. Raises ClientConfigError: there is no such
+        replica."""
+        if dp_rank not in range(len(self.replicas)):
+            fix = f"use 0 to {len(self.replicas) - 1}"
+            raise config_error("dp_rank", dp_rank, "the group has no such replica", fix)
+        before, self.replicas[dp_rank] = self.replicas[dp_rank], self._connected(dp_rank)
+        with contextlib.suppress(WorkerDaemonError):
+            before.close()
+        return self.replicas[dp_rank]
+
+    def _connected(self, dp_rank: int) -> WorkerGroup:
+        ranks = self.parallel.ranks_of(dp_rank)
+        return WorkerGroup(
+            self._endpoints[ranks.start : ranks.stop],
+            self.parallel,
+            self._keys,
+            lease=self._lease,
+            dp_rank=dp_rank,
+            driver_id=self.driver_id,
+        )
 
     def replica_of(self, rank: int) -> WorkerGroup:
         """Return the replica of a global rank. Raises ClientConfigError: there is no such rank."""

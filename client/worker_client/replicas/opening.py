@@ -6,11 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
+from rpc_schema.identity import first_difference
 from worker_client.driven_group import DrivenGroup
 from worker_client.driver import Recover
-from worker_client.errors import WorkerDied
+from worker_client.errors import ContentMismatchError, WorkerDied
 from worker_client.group.loading import LoadedGroup
 from worker_client.launcher import LocalDaemons
 from worker_client.replicas.group import DataParallelGroup
@@ -37,6 +37,9 @@ class OpenedReplicas:
     replicas: tuple[OpenedReplica, ...]
     seconds: dict[str, float]
     """Durations of phases; of what the replicas do at the same time, those of the slowest."""
+    reopen: Callable[[int], OpenedReplica]
+    """Opens a replica whose driver has ended once more, on the calling thread: see
+    _ReplicaOpener.reopen."""
 
     @property
     def max_model_len(self) -> int:
@@ -76,30 +79,65 @@ def open_replicas(
         )
         for phase in {phase: None for model in loaded for phase in model.seconds}:
             seconds[phase] = max(model.seconds.get(phase, 0.0) for model in loaded)
-        recover = partial(_recover, plan, daemons, threading.Lock())
-        replicas = (
-            OpenedReplica(
-                own,
-                model,
-                scheduler_limits(model, plan.config, max_itl_ms=plan.max_itl_ms),
-                partial(recover, own),
+        opener = _ReplicaOpener(plan, group, daemons)
+        replicas = map(opener.opened, group.replicas, loaded)
+        yield OpenedReplicas(group, tuple(replicas), seconds, opener.reopen)
+
+
+class _ReplicaOpener:
+    """Opens replicas again, and recovers them. Any replica's thread may call it."""
+
+    def __init__(
+        self, plan: DrivenGroup, group: DataParallelGroup, daemons: LocalDaemons | None
+    ) -> None:
+        self._plan = plan
+        self._group = group
+        self._daemons = daemons
+        """Those that were started here."""
+        self._restarting = threading.Lock()
+
+    def opened(self, group: WorkerGroup, loaded: LoadedGroup) -> OpenedReplica:
+        """Return a replica that is loaded."""
+
+        def recover(died: WorkerDied) -> None:
+            with self._supervising():
+                group.replace(died.rank, within_s=self._plan.replace_within_s)
+
+        limits = scheduler_limits(loaded, self._plan.config, max_itl_ms=self._plan.max_itl_ms)
+        return OpenedReplica(group, loaded, limits, recover)
+
+    def reopen(self, place: int) -> OpenedReplica:
+        """Attach to the daemons of a replica once more, without their requests, and load the model
+        where they do not have it. Raises what WorkerGroup.attach and WorkerGroup.prepare raise, and
+
+        ContentMismatchError: the files are not those that it had.
+        """
+        plan, before = self._plan, self._group.replicas[place].weights
+        group = self._group.reconnect(place)
+        with self._supervising():
+            group.attach(wait_s=plan.wait_s)
+            loaded = group.prepare(
+                before.config or plan.config,
+                num_gpu_blocks=plan.num_gpu_blocks,
+                fit_max_model_len=plan.fit_max_model_len,
+                content=plan.model.content,
             )
-            for own, model in zip(group.replicas, loaded, strict=True)
-        )
-        yield OpenedReplicas(group, tuple(replicas), seconds)
+        had, has = before.version, group.weights.version
+        is_same_version = had is not None and has is not None and had.number == has.number
+        if is_same_version and first_difference([each and each.identity for each in (had, has)]):
+            raise ContentMismatchError(
+                f"replica {place} has read other files than before",
+                field="model.model",
+                value=plan.config.model.model,
+                fix="give it the files that it had, or update the weights of all replicas",
+            )
+        return self.opened(group, loaded)
 
-
-def _recover(
-    plan: DrivenGroup,
-    daemons: LocalDaemons | None,
-    restarting: threading.Lock,
-    group: WorkerGroup,
-    died: WorkerDied,
-) -> None:
-    """Wait until a dead daemon of a replica is restarted, or restart it. restarting: held
-    meanwhile."""
-    with contextlib.ExitStack() as supervised:
-        if daemons is not None:
-            supervised.enter_context(restarting)
-            supervised.enter_context(daemons.kept_alive())
-        group.replace(died.rank, within_s=plan.replace_within_s)
+    @contextlib.contextmanager
+    def _supervising(self) -> Iterator[None]:
+        """Restart dead daemons that were started here, in the block; of one replica at a time."""
+        if self._daemons is None:
+            yield
+            return
+        with self._restarting, self._daemons.kept_alive():
+            yield

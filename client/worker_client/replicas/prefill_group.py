@@ -64,8 +64,7 @@ class PrefillThread:
         self._reopen_s = reopen_s
         self._has_opened = threading.Event()
         self._first_error: Exception | None = None
-        self._is_stopping = self._must_end = False
-        """Told from outside, and by the last command."""
+        self._is_stopping = False
         self._open_driver = open_driver
         self._host = host
         self._meeting: StoreServer | None = None
@@ -192,28 +191,16 @@ class PrefillThread:
 
     def _obey(self, serving: PrefillServing) -> bool:
         """Carry out the commands that are here; if there is nothing else to do, wait for one.
-        Return False if one of them was to stop."""
+        Return False if one of them is to stop."""
         wait_s = serving.wait_s
-        while self._obey_next(serving, wait_s):
+        while True:
+            try:
+                command = (
+                    self._commands.get(timeout=wait_s) if wait_s else self._commands.get_nowait()
+                )
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command(serving)
             wait_s = 0.0
-        return not self._must_end
-
-    def _obey_in_step(self, serving: PrefillServing, wait_s: float) -> bool:
-        """See PrefillServing."""
-        self._obey_next(serving, wait_s)
-        return not self._must_end
-
-    def _obey_next(self, serving: PrefillServing, wait_s: float) -> bool:
-        """Carry out the next command, if one is there within so many seconds; return False if there
-        is none, or if it is to stop."""
-        if self._must_end:
-            return False
-        try:
-            command = self._commands.get(timeout=wait_s) if wait_s else self._commands.get_nowait()
-        except queue.Empty:
-            return False
-        if command is None:
-            self._must_end = True
-            return False
-        command(serving)
-        return True

@@ -51,6 +51,8 @@ from worker_client.service.settings import ServiceSettings
 from worker_client.structured.opening import open_grammars
 from worker_client.worker_group import RankProgress
 
+REOPEN_S: Final = 5.0
+"""Time between two attempts to open a replica once more whose driver has ended."""
 MAX_MAKING: Final = 64
 """Requests whose prompts are made at a time."""
 
@@ -126,7 +128,7 @@ class Engine:
             else ReplicaOperations((self.driver,))
         )
         """Operations of administrators on all replicas."""
-        self.inner: list[Driver] = []
+        self.inner: dict[int, Driver] = {}
         """The replicas' drivers inside, once their groups are open: metrics read their numbers. All
         else belongs to their threads."""
         self.counts = ServiceCounts()
@@ -141,7 +143,9 @@ class Engine:
         self._served_as: dict[str, str] = {}
         """Such names that are not the adapter's own, by the latter."""
         self._settings = settings
-        self._opened: tuple[OpenedReplica, ...] = ()
+        self._opened: dict[int, OpenedReplica] = {}
+        self._reopen: Callable[[int], OpenedReplica] | None = None
+        """OpenedReplicas.reopen, of several replicas."""
         self._groups = contextlib.ExitStack()
         """Closes the groups of several replicas; a single one is its driver's."""
         self._is_ready = False
@@ -158,7 +162,7 @@ class Engine:
             if self.num_replicas > 1:
                 opening = open_replicas(self.plan, self._note_phase)
                 opened = await asyncio.to_thread(self._groups.enter_context, opening)
-                self._opened = opened.replicas
+                self._opened, self._reopen = dict(enumerate(opened.replicas)), opened.reopen
             await self.driver.__aenter__()
             try:
                 for adapter in self._settings.adapters:
@@ -200,14 +204,14 @@ class Engine:
     @property
     def max_model_len(self) -> int:
         """Longest context that all replicas take; only once it is ready."""
-        return min(each.loaded.max_model_len for each in self._opened)
+        return min(each.loaded.max_model_len for each in self._opened.values())
 
     def _make_driver(self) -> AsyncDriver | DataParallelDriver:
         most, count = self.max_unfinished, self.num_replicas
         if count == 1:
             return AsyncDriver(self._open_driver, max_requests=most)
         opening = [partial(self._open_replica, place) for place in range(count)]
-        return DataParallelDriver(opening, max_requests=most)
+        return DataParallelDriver(opening, max_requests=most, reopen_s=REOPEN_S)
 
     @contextlib.contextmanager
     def _open_driver(self) -> Iterator[Driver]:
@@ -215,16 +219,21 @@ class Engine:
         with contextlib.ExitStack() as stack:
             other = self._settings.prefill
             prefill = None if other is None else stack.enter_context(opening_prefill(other))
-            self._opened = stack.enter_context(open_replicas(self.plan, self._note_phase)).replicas
-            yield stack.enter_context(self._driving(self._opened[0], prefill))
+            opened = stack.enter_context(open_replicas(self.plan, self._note_phase))
+            self._opened = dict(enumerate(opened.replicas))
+            yield stack.enter_context(self._driving(0, prefill))
 
     def _open_replica(self, place: int) -> AbstractContextManager[Driver]:
         """Open the driver of one of several replicas, on its thread."""
-        return self._driving(self._opened[place], None)
+        if place in self.inner:  # its driver has ended
+            assert self._reopen is not None, "there are several"
+            self._opened[place] = self._reopen(place)
+        return self._driving(place, None)
 
     @contextlib.contextmanager
-    def _driving(self, opened: OpenedReplica, prefill: PrefillThread | None) -> Iterator[Driver]:
-        plan, metadata = self.plan, opened.loaded.metadata
+    def _driving(self, place: int, prefill: PrefillThread | None) -> Iterator[Driver]:
+        plan, opened = self.plan, self._opened[place]
+        metadata = opened.loaded.metadata
         self.tokenizer.fit_context(self.max_model_len)
         grammars = open_grammars(plan.model.directory, metadata.vocab_size, metadata.eos_token_ids)
         with contextlib.closing(grammars):
@@ -240,7 +249,7 @@ class Engine:
             )
             recover = partial(self._recover, opened)
             driver = Driver(opened.group, scheduler, recover=recover, options=options)
-            self.inner.append(driver)
+            self.inner[place] = driver
             yield driver
 
     def _recover(self, opened: OpenedReplica, died: WorkerDied) -> None:

@@ -3,6 +3,7 @@ effect in those that serve, and in a lost one before it takes requests again. Re
 tests/e2e/test_service_replicas.py."""
 
 import asyncio
+import contextlib
 import random
 import threading
 
@@ -260,6 +261,66 @@ def test_operation_that_a_replica_refuses(successors, has_undo):
             log.refusing.clear()
             await driver.operations.do(operation)
             assert [each[-1] for each in log.done] == ["a"] * 4
+
+    asyncio.run(main())
+
+
+def end(driver):
+    """Let a driver end with its next step, or its next look."""
+
+    def fail():
+        raise ArithmeticError
+
+    driver.step = driver.look = fail
+
+
+@pytest.mark.parametrize("keeps_daemon", [True, False])
+def test_replica_whose_driver_has_ended_is_opened_again(replicas, keeps_daemon):
+    """It begins with what it has missed, once it can be opened; its daemon may be another one."""
+    made, place = replicas(2), random.randrange(2)
+    log, may_open, num_calls = Log(made), threading.Event(), [0]
+    opening = made.opening(lambda _, died: give_up(died))
+
+    @contextlib.contextmanager
+    def open_driver():
+        num_calls[0] += 1
+        if num_calls[0] > 1:
+            if not may_open.is_set():
+                raise StateError("not yet")
+            replica = made.group.reconnect(place)
+            replica.attach(wait_for_lease_s=0.0)
+            made.loaded[place] = replica.prepare(made.config)
+        with made.opening(lambda _, died: give_up(died))[place]() as driver:
+            yield driver
+
+    opening[place] = open_driver
+
+    async def main():
+        async with DataParallelDriver(opening, reopen_s=0.05) as driver:
+            rng = random.Random()
+            heard = [Heard(random_request(rng, f"s{number}")) for number in range(8)]
+            tasks = [asyncio.create_task(each.read(driver)) for each in heard]
+            await until(lambda: sum(each.num_tokens for each in heard) > 10, "tokens")
+            if keeps_daemon:
+                await driver.drivers[place].call(end)
+            else:
+                follow(made.daemons, place)
+            await asyncio.gather(*tasks)
+            for each in heard:
+                each.check()
+            await until(lambda: driver.operations.missing, "the loss")
+            await driver.operations.do(PAUSE)
+            assert [*(await driver.operations.do(log.operation("a"))).missing] == [place]
+            await until(lambda: num_calls[0] > 3, "attempts")
+            assert driver.error is None and not log.done[place]
+            may_open.set()
+            await until(lambda: not driver.operations.missing, "the return")
+            assert log.done[place] == ["late a"]
+            assert await driver.operations.ask(lambda own: own.is_paused) == [True, True]
+            await driver.resume()
+            before = made.daemons[place].num_executes
+            await read_all(driver, 8)
+            assert made.daemons[place].num_executes > before
 
     asyncio.run(main())
 

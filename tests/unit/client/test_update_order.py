@@ -29,6 +29,9 @@ class MadeUpDriver:
     def add_request(self, request):
         self._left[request.id], self._tokens[request.id] = request.max_tokens, []
 
+    def names(self):
+        return {req_id.partition(":")[2] for req_id in self._left}
+
     def abort_request(self, req_id):
         self._left.pop(req_id, None)
 
@@ -60,7 +63,8 @@ def test_first_tokens_of_a_step_come_before_the_others():
             async def step(**lengths):
                 """Add requests, run a step, and return who got its tokens."""
                 tasks.extend([asyncio.create_task(read(*each)) for each in lengths.items()])
-                await asyncio.sleep(0)
+                while not lengths.keys() <= await driver.call(MadeUpDriver.names):
+                    await asyncio.sleep(0.001)
                 order.clear()
                 num_unfinished = sum(not task.done() for task in tasks)
                 await driver.call(MadeUpDriver.allow_step)

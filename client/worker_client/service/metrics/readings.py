@@ -55,7 +55,7 @@ class ServiceReadings:
 
     def _load(self) -> _Load:
         """Return the schedulers' load. Samples on their way to one count as waiting."""
-        found = [driver.scheduler for driver in self._engine.inner]
+        found = [driver.scheduler for driver in self._engine.inner.values()]
         schedulers = [each for each in found if isinstance(each, Scheduler)]
         if not schedulers:
             return _Load(0, self._engine.counts.num_unfinished, 0.0)
@@ -98,7 +98,7 @@ class ServiceReadings:
         }
 
     def _driver(self) -> dict[ExportedMetric, list[Reading]]:
-        drivers, ranks = self._engine.inner, list[Reading]()
+        drivers, ranks = self._engine.inner.values(), list[Reading]()
         liveness = [each for driver in drivers for each in driver.group.watch.liveness]
         for rank, present in enumerate(liveness):
             for state in get_args(Liveness):
@@ -112,7 +112,7 @@ class ServiceReadings:
 
     def _drafts(self) -> dict[ExportedMetric, list[Reading]]:
         drafts, changes = DraftCounts(), self._engine.counts.drafting_changes
-        for driver in self._engine.inner:
+        for driver in self._engine.inner.values():
             drafts.include(driver.drafts)
         by_place = [(str(place), n) for place, n in enumerate(drafts.accepted_by_place)]
         return {
