@@ -80,10 +80,14 @@ class _SendsInFlight(DriverPart):
     """Begins to send what steps store while they are in flight."""
 
     def __init__(
-        self, send_all: Callable[[], None], await_grants: Callable[[Callable[[], bool]], None]
+        self,
+        send_all: Callable[[], None],
+        await_grants: Callable[[Callable[[], bool]], None],
+        note_failure: Callable[[], None],
     ) -> None:
         self._send_all = send_all
         self._await_grants = await_grants
+        self._note_failure = note_failure
 
     def work_in_flight(self) -> bool:
         self._send_all()
@@ -92,6 +96,9 @@ class _SendsInFlight(DriverPart):
     def complete(self, flight: StepInFlight) -> None:
         with suppress(WorkerDaemonError):  # the driver meets it where it waits for the result
             self._await_grants(flight.future.done)
+
+    def steps_failed(self) -> None:
+        self._note_failure()
 
 
 class PrefillServing:
@@ -121,7 +128,7 @@ class PrefillServing:
         so no block of a prompt's last chunk waits for the news of its end."""
         self._num_failures = 0
         """Failures of steps before the first of these was sent."""
-        driver.add_part(_SendsInFlight(self._send_all, self._await_grants))
+        driver.add_part(_SendsInFlight(self._send_all, self._await_grants, self._note_failure))
         self._must_step = False
         """A step is to be sent, even with nothing to compute: it stores blocks, and tells daemons
         which prompts have ended."""
@@ -262,6 +269,10 @@ class PrefillServing:
         """Send what steps that were sent store; the driver calls it too, with steps in flight."""
         for prompt in [*self._prompts.values()]:
             self._send_filled(prompt)
+
+    def _note_failure(self) -> None:
+        """Send another step, if nothing else does: daemons may have missed which prompts ended."""
+        self._must_step = True
 
     def _await_grants(self, has_ended: Callable[[], bool]) -> None:
         """Take grants while the oldest step in flight has not ended, and blocks wait for slots: so

@@ -54,6 +54,7 @@ class ModelledDriver:
         self.part.complete(SimpleNamespace(future=SimpleNamespace(done=lambda: next(looks, True))))
         self.num_begun.append(self.num_moves)
         if self.must_fail:
+            self.part.steps_failed()
             outputs = [output for output, *_ in self.flying]
             self.flying.clear()
             self.scheduler.step_failed(outputs, frozenset(self.rank.rows))
@@ -126,6 +127,23 @@ def test_moves_begin_with_the_steps_that_store_and_are_confirmed_when_they_are_r
     assert len(right) == len(begun)
     assert isinstance(sending.told[-1], PromptOver)
     assert sending.driver.scheduler.exchange.num_slots == 0
+
+
+def test_ends_are_told_again_after_a_step_that_failed():
+    """Daemons may have missed them, and no other prompt need follow."""
+    sending = Sending(11)
+    driver, told = sending.driver, []
+    run = driver.rank.run
+    driver.rank.run = lambda output: (told.append(output.finished_req_ids), run(output))[1]
+    while not (told and told[-1]):
+        driver.must_fail = not driver.busy and bool(told)
+        sending.serving.proceed()
+    assert not driver.busy and not driver.must_fail, "the step that told them has failed"
+    told.clear()
+    assert sending.serving.wait_s == 0
+    while sending.serving.wait_s == 0:
+        sending.serving.proceed()
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize("num_looks", [2, 9])
