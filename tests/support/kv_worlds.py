@@ -214,11 +214,16 @@ class World:
             self._find_adapter()
 
     @contextlib.contextmanager
-    def _driving(self, side: Side, *, reload: bool, **options: object) -> Iterator[object]:
-        """A driver of the model, with a small KV cache. reload: begin anew."""
+    def _driving(
+        self, side: Side, *, reload: bool, adopts: bool = True, **options: object
+    ) -> Iterator[object]:
+        """A driver of the model, with a small KV cache. reload: begin anew. adopts: unless it does,
+        it may adopt the requests of the driver before."""
         config = self.setting.config(self.model, side.shape)
         with WorkerGroup(side.endpoints, config.parallel, lease=LONG_LEASE) as group:
-            found = group.attach(force=True, keep_requests=not reload, wait_s=ATTACH_WAIT_S)
+            found = group.attach(
+                force=True, keep_requests=adopts and not reload, wait_s=ATTACH_WAIT_S
+            )
             if not reload:  # a reload has changed the model's directory
                 config = next((each.config for each in found if each.config), config)
             blocks = side.num_blocks or MANY_BLOCKS
@@ -450,7 +455,9 @@ class PeersWorld(World):
         def open_driver():
             with contextlib.ExitStack() as opened:
                 with sources.daemons.kept_alive():
-                    driver = opened.enter_context(self._driving(sources, reload=begins[0]))
+                    driver = opened.enter_context(
+                        self._driving(sources, reload=begins[0], adopts=False)
+                    )
                     begins[0] = False
                     self._bring(driver.group)
                 self._prefill_driver = driver
