@@ -217,8 +217,8 @@ class World:
     def _driving(
         self, side: Side, *, reload: bool, adopts: bool = True, **options: object
     ) -> Iterator[object]:
-        """A driver of the model, with a small KV cache. reload: begin anew. adopts: unless it does,
-        it may adopt the requests of the driver before."""
+        """A driver of the model, with a small KV cache. reload: begin anew, else keep the requests
+        of the driver before if this one adopts them."""
         config = self.setting.config(self.model, side.shape)
         with WorkerGroup(side.endpoints, config.parallel, lease=LONG_LEASE) as group:
             found = group.attach(
