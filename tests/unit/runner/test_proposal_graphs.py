@@ -168,7 +168,8 @@ class Sides:
         assert found.shape == expected.shape
         assert torch.equal(found[has_some], expected[has_some])
         for ours, theirs in zip(self.graphed_pages, self.pages, strict=True):
-            torch.testing.assert_close(ours[1:], theirs[1:])
+            # Padded rows change the order of sums. Those of other tokens differ by about 1.
+            torch.testing.assert_close(ours[1:], theirs[1:], rtol=1e-3, atol=1e-4)
 
 
 def test_replayed_drafts_are_those_of_eager_passes(tmp_path):
