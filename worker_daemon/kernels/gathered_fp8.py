@@ -20,6 +20,7 @@ import triton.language as tl
 
 from worker_daemon.contracts.attention import AttentionMetadata, KeyRange
 from worker_daemon.contracts.fp8 import FP8, FP8_MAX
+from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.fp8 import quantize
 from worker_daemon.kernels.scores import softcapped
@@ -45,11 +46,15 @@ class FP8Context(NamedTuple):
     values: torch.Tensor
     """FP8 [Hkv * D, R], contiguous along R, with a stride of a multiple of 16: Hopper's products in
     FP8 read the values of a tile position after position."""
+    scales: torch.Tensor
+    """The cache's: KVScales.values."""
 
 
-def gather_fp8(kv_cache: torch.Tensor, metadata: AttentionMetadata, keys: KeyRange) -> FP8Context:
+def gather_fp8(
+    kv_cache: torch.Tensor, scales: KVScales, metadata: AttentionMetadata, keys: KeyRange
+) -> FP8Context:
     """Return a range of keys and values, zeros for the rows after it. kv_cache: that of a layer, in
-    FP8; the heads of one token are contiguous."""
+    FP8, with these scales; the heads of one token are contiguous."""
     block_size, num_heads, head_dim = kv_cache.shape[2:]
     assert kv_cache.dtype == FP8
     assert kv_cache.stride(4) == 1
@@ -76,7 +81,9 @@ def gather_fp8(kv_cache: torch.Tensor, metadata: AttentionMetadata, keys: KeyRan
         num_warps=4,
     )
     return FP8Context(
-        out[0].view(row_stride, width)[:num_rows], out[1].view(width, row_stride)[:, :num_rows]
+        out[0].view(row_stride, width)[:num_rows],
+        out[1].view(width, row_stride)[:, :num_rows],
+        scales.values,
     )
 
 

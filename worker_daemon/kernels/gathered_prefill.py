@@ -24,7 +24,6 @@ from worker_daemon.contracts.attention import (
     KeyRange,
 )
 from worker_daemon.contracts.fp8 import FP8
-from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.kernels.attention_tiles import attend_to_none, fold, store_log_sum_exp
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.fp8 import head_scales
@@ -95,7 +94,7 @@ class TritonGathered:
     def attend(
         self,
         q: torch.Tensor,
-        context: torch.Tensor,
+        context: torch.Tensor | FP8Context,
         layer: AttentionLayer,
         window: int | None,
         lse: torch.Tensor | None = None,
@@ -115,16 +114,11 @@ class TritonGathered:
 
 class TritonFP8Gathered:
     """GatheredAttention whose products are in FP8, on one CUDA device of compute capability 9 or
-    more, over a cache in FP8. Owns no device memory; step thread only.
-
-    Queries are rounded to FP8 with a scale for each token and head. Weights are scaled by 2^8, so
-    that those down to 2^-14 of a query's largest keep FP8's three bits. Products of a tile of keys
-    are summed by the tensor cores, in fewer bits than fp32 has, those of tiles in fp32.
-    """
+    more, over a cache in FP8: see gathered_fp8.py. Owns no device memory; step thread only."""
 
     def __init__(self, device: torch.device) -> None:
         """device is that of all tensors."""
-        self._limits = DeviceLimits.of(device)
+        self._gathered = TritonGathered(device)
 
     def gather(
         self,
@@ -135,7 +129,8 @@ class TritonFP8Gathered:
         dtype: torch.dtype,
     ) -> FP8Context:
         """See GatheredAttention. In the cache, the heads of one token are contiguous."""
-        return gather_fp8(kv_cache, metadata, keys)
+        assert layer.kv_scales is not None
+        return gather_fp8(kv_cache, layer.kv_scales, metadata, keys)
 
     def attend(
         self,
@@ -146,17 +141,7 @@ class TritonFP8Gathered:
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See GatheredAttention. The result is contiguous."""
-        return gathered_attention(
-            q,
-            context,
-            scale=layer.scale,
-            window=window,
-            logit_softcap=layer.logit_softcap,
-            sinks=layer.sinks,
-            kv_scales=layer.kv_scales,
-            lse=lse,
-            limits=self._limits,
-        )
+        return self._gathered.attend(q, context, layer, window, lse)
 
 
 def gathered_attention(
@@ -167,7 +152,6 @@ def gathered_attention(
     window: int | None,
     logit_softcap: float | None = None,
     sinks: AttentionSinks | None = None,
-    kv_scales: KVScales | None = None,
     lse: torch.Tensor | None = None,
     limits: DeviceLimits | None = None,
     tile: Tile | None = None,
@@ -186,7 +170,6 @@ def gathered_attention(
         scale: factor of the scores, > 0.
         window: keys a query sees, itself included; None = all.
         logit_softcap, sinks: see AttentionLayer.
-        kv_scales: those of a context in FP8.
         lse: [L, Hq] fp32, contiguous; see AttentionBackend.
         limits: the device's; looked up when None.
         tile: overrides the choice of tile.
@@ -197,11 +180,12 @@ def gathered_attention(
     scoring = Scoring(scale, window, logit_softcap, sinks)
     num_queries, num_q_heads, head_dim = q.shape
     if isinstance(context, FP8Context):
-        assert kv_scales is not None
+        dtype, kv_scales = FP8, context.scales
         num_keys, width = context.keys.shape
     else:
         assert q.dtype == context.dtype
         assert context.is_contiguous()
+        dtype, kv_scales = q.dtype, None
         num_keys, width = context.shape[1], context[0, 0].numel()
     assert q.stride(2) == 1
     assert num_queries <= num_keys
@@ -210,18 +194,9 @@ def gathered_attention(
     if tile is None:
         limits = DeviceLimits.of(q.device) if limits is None else limits
         num_seen = num_keys if window is None else min(num_keys, window)
-        dtype = q.dtype if kv_scales is None else FP8
         tile = gathered_tile(num_queries, num_seen, head_dim, dtype, limits)
-    block_d = padded_head_dim(head_dim)
-    if isinstance(context, FP8Context):
-        block_d = max(block_d, MIN_FP8_DIM)
-        keys = TensorDescriptor.from_tensor(context.keys, [tile.block_n, block_d])
-        values = TensorDescriptor.from_tensor(context.values, [block_d, tile.block_n])
-    else:
-        keys, values = (
-            TensorDescriptor.from_tensor(half.view(num_keys, width), [tile.block_n, block_d])
-            for half in context.unbind(0)
-        )
+    block_d = max(padded_head_dim(head_dim), MIN_FP8_DIM if dtype == FP8 else 0)
+    keys, values = _descriptors(context, tile.block_n, block_d)
     _gathered_kernel[(triton.cdiv(num_queries, tile.block_m), num_q_heads)](
         out,
         lse,
@@ -229,7 +204,7 @@ def gathered_attention(
         keys,
         values,
         scoring.sink_values,
-        None if kv_scales is None else kv_scales.values,
+        kv_scales,
         num_queries,
         num_keys,
         scoring.window or 0,
@@ -248,6 +223,18 @@ def gathered_attention(
         num_stages=tile.num_stages,
     )
     return out
+
+
+def _descriptors(
+    context: torch.Tensor | FP8Context, block_n: int, block_d: int
+) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Return those of tiles of keys [block_n, block_d] and of values, in FP8 [block_d, block_n]."""
+    if isinstance(context, FP8Context):
+        of_values = TensorDescriptor.from_tensor(context.values, [block_d, block_n])
+        return TensorDescriptor.from_tensor(context.keys, [block_n, block_d]), of_values
+    rows = context.view(*context.shape[:2], -1)
+    keys, values = (TensorDescriptor.from_tensor(half, [block_n, block_d]) for half in rows)
+    return keys, values
 
 
 @launched

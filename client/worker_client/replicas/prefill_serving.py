@@ -79,26 +79,19 @@ class _Unconfirmed(NamedTuple):
 class _SendsInFlight(DriverPart):
     """Begins to send what steps store while they are in flight."""
 
-    def __init__(
-        self,
-        send_all: Callable[[], None],
-        await_grants: Callable[[Callable[[], bool]], None],
-        note_failure: Callable[[], None],
-    ) -> None:
-        self._send_all = send_all
-        self._await_grants = await_grants
-        self._note_failure = note_failure
+    def __init__(self, serving: "PrefillServing") -> None:
+        self._serving = serving
 
     def work_in_flight(self) -> bool:
-        self._send_all()
+        self._serving.send_all()
         return False
 
     def complete(self, flight: StepInFlight) -> None:
         with suppress(WorkerDaemonError):  # the driver meets it where it waits for the result
-            self._await_grants(flight.future.done)
+            self._serving.await_grants(flight.future.done)
 
     def steps_failed(self) -> None:
-        self._note_failure()
+        self._serving.tell_again()
 
 
 class PrefillServing:
@@ -128,7 +121,7 @@ class PrefillServing:
         so no block of a prompt's last chunk waits for the news of its end."""
         self._num_failures = 0
         """Failures of steps before the first of these was sent."""
-        driver.add_part(_SendsInFlight(self._send_all, self._await_grants, self._note_failure))
+        driver.add_part(_SendsInFlight(self))
         self._must_step = False
         """A step is to be sent, even with nothing to compute: it stores blocks, and tells daemons
         which prompts have ended."""
@@ -163,7 +156,7 @@ class PrefillServing:
         elif not self._moving:
             driver.look()
         self._confirm()
-        self._send_all()
+        self.send_all()
         self._ask_for_slots()
         if self._moving and self._link is not None:
             self._look(self._link)
@@ -265,16 +258,16 @@ class PrefillServing:
                 num_asked += prompt.num_wanted
                 self._tell(SlotsWanted(prompt.number, self._exchange.tag))
 
-    def _send_all(self) -> None:
+    def send_all(self) -> None:
         """Send what steps that were sent store; the driver calls it too, with steps in flight."""
         for prompt in [*self._prompts.values()]:
             self._send_filled(prompt)
 
-    def _note_failure(self) -> None:
+    def tell_again(self) -> None:
         """Send another step, if nothing else does: daemons may have missed which prompts ended."""
         self._must_step = True
 
-    def _await_grants(self, has_ended: Callable[[], bool]) -> None:
+    def await_grants(self, has_ended: Callable[[], bool]) -> None:
         """Take grants while the oldest step in flight has not ended, and blocks wait for slots: so
         they move while it runs."""
         while self._waits_for_slots and not has_ended():

@@ -64,8 +64,8 @@ class _Watched:
     uid: bytes = b""
     process: Process = field(default_factory=Process)
     liveness: Liveness = "alive"
-    is_leaving: bool = False
-    """It counts as dead because it has announced its end, and answers until then."""
+    death: LivenessEvent | None = None
+    """The last one of this rank, if it is not dead that of a daemon before."""
     cut_since: float | None = None
     """Time at which its connection was lost, if it was."""
     cut_at: float | None = None
@@ -120,9 +120,10 @@ class Watch:
         """Return True for a rank whose control socket may answer: one that is not dead, or has
         announced its end and is still there."""
         entry = self._ranks[rank]
-        if entry.liveness != "dead":
+        if entry.liveness != "dead" or entry.death is None:
             return True
-        return entry.is_leaving and entry.cut_since is None and not entry.process.has_ended()
+        is_there = entry.cut_since is None and not entry.process.has_ended()
+        return entry.death.signal == "announced" and is_there
 
     def cut_at(self, rank: int) -> float | None:
         """Return the time of time.monotonic at which its connection ended last; None: never."""
@@ -134,8 +135,9 @@ class Watch:
 
     def expect(self, rank: int, address: str, control: str) -> None:
         """Watch another daemon in this rank's place, without regard to the old one."""
-        self._ranks[rank].process.close()
-        self._ranks[rank] = _Watched(address, control)
+        before = self._ranks[rank]
+        before.process.close()
+        self._ranks[rank] = _Watched(address, control, death=before.death)
         self.returned.discard(rank)
 
     def met(self, rank: int, uid: bytes) -> None:
@@ -251,8 +253,6 @@ class Watch:
 
     def shuts_down(self, rank: int) -> None:
         """Record that this rank has refused a request because it is shutting down."""
-        entry = self._ranks[rank]
-        entry.is_leaving = entry.is_leaving or entry.liveness != "dead"
         self._die(rank, "announced", "it is shutting down")
 
     def answers_as(self, rank: int, uid: bytes | None) -> None:
@@ -263,13 +263,12 @@ class Watch:
 
     def death_of(self, rank: int) -> WorkerDied:
         """Return the error for a dead rank."""
-        entry = self._ranks[rank]
-        last = next((e for e in reversed(self.events) if e.rank == rank and e.kind == "dead"), None)
-        if last is None:
-            return WorkerDied(rank, entry.control)
-        if last.signal == "announced":
-            return WorkerShutsDown(rank, entry.control)
-        return WorkerDied(rank, entry.control, f"{last.detail} (signal: {last.signal})")
+        control, death = self._ranks[rank].control, self._ranks[rank].death
+        if death is None:
+            return WorkerDied(rank, control)
+        if death.signal == "announced":
+            return WorkerShutsDown(rank, control)
+        return WorkerDied(rank, control, f"{death.detail} (signal: {death.signal})")
 
     def _assess(self, rank: int, entry: _Watched, now: float) -> None:
         if entry.process.has_ended():
@@ -303,12 +302,16 @@ class Watch:
         self._tell("back", rank, "transport", "it answers again")
 
     def _die(self, rank: int, signal: Signal, detail: str) -> None:
-        if self._ranks[rank].liveness != "dead":
-            self._ranks[rank].liveness = "dead"
-            self._tell("dead", rank, signal, detail)
+        entry = self._ranks[rank]
+        if entry.liveness != "dead":
+            entry.liveness = "dead"
+            entry.death = LivenessEvent("dead", rank, signal, detail, self._clock())
+            self._report(entry.death)
 
     def _tell(self, kind: EventKind, rank: int, signal: Signal, detail: str) -> None:
-        event = LivenessEvent(kind, rank, signal, detail, self._clock())
+        self._report(LivenessEvent(kind, rank, signal, detail, self._clock()))
+
+    def _report(self, event: LivenessEvent) -> None:
         self.events.append(event)
         if self.on_event is not None:
             self.on_event(event)

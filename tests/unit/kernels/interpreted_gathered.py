@@ -136,7 +136,7 @@ def check_in_fp8(
     )
     lse = torch.full(batch.q.shape[:2], torch.nan)
     out = gathered_attention(
-        batch.q, context, scale=shape.scale, window=window, kv_scales=scales, lse=lse, tile=tile,
+        batch.q, context, scale=shape.scale, window=window, lse=lse, tile=tile,
         **options,
     )  # fmt: skip
     assert out.is_contiguous()

@@ -170,9 +170,9 @@ def test_products_in_fp8_compile_for_hopper(
     batch = make_batch(shape, [(1100, 1200)], dtype=torch.bfloat16, device="cpu", seed=1)
     batch = in_fp8(batch, scales)
     with compiling_ahead(compiler) as compiled:
-        context = gather_fp8(batch.kv_cache, batch.metadata, KeyRange(0, 0, 1200, 1200))
+        context = gather_fp8(batch.kv_cache, scales, batch.metadata, KeyRange(0, 0, 1200, 1200))
         gathered_attention(
-            batch.q, context, scale=0.1, window=window, logit_softcap=cap, kv_scales=scales,
+            batch.q, context, scale=0.1, window=window, logit_softcap=cap,
             limits=DeviceLimits(132, 232_448),
         )  # fmt: skip
     assert not compiled.has_failed
